@@ -1,0 +1,52 @@
+"""A GPU model runner in JAX: immutable request state, one compiled step per bucket, Pallas kernels.
+
+Names are imported on first use, so `import jaxrunner` is quick and starts no backend.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "jaxrunner.engine.llm",
+    "SamplingParams": "jaxrunner.sampling_params",
+    "RequestOutput": "jaxrunner.engine.outputs",
+    "CompletionOutput": "jaxrunner.engine.outputs",
+    "load": "jaxrunner.models.loading",
+    "Model": "jaxrunner.models.model",
+    "init_state": "jaxrunner.state.runner_state",
+    "RunnerState": "jaxrunner.state.runner_state",
+    "audit": "jaxrunner.state.audit",
+    "admit": "jaxrunner.manual",
+    "plan": "jaxrunner.manual",
+    "reserve": "jaxrunner.manual",
+    "release": "jaxrunner.manual",
+    "prepare_inputs": "jaxrunner.stages.prepare_inputs",
+    "StepInput": "jaxrunner.stages.inputs",
+    "step": "jaxrunner.stages.step",
+    "StepOutput": "jaxrunner.stages.sample",
+    "Bucket": "jaxrunner.compile.buckets",
+    "Ladder": "jaxrunner.compile.ladder",
+    "BucketTable": "jaxrunner.compile.table",
+    "DeviceRunner": "jaxrunner.runner.device_runner",
+    "RunnerConfig": "jaxrunner.runner.config",
+    "SchedulerOutput": "jaxrunner.contract",
+    "ModelRunnerOutput": "jaxrunner.contract",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxrunner' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""Buckets, ladders and the table of compiled executables."""

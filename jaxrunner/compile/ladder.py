@@ -1,0 +1,107 @@
+"""A ladder of buckets: which padded sizes are compiled. Plain data that can be printed, edited and plotted.
+
+Executables add, they do not multiply: the fused step exists per decode rung and tier; ragged steps are split into a
+first half per token rung and a second half per request rung and tier. A product of the axes does not exist.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+
+from jaxrunner.compile.buckets import TIERS, Bucket, Tier
+from jaxrunner.errors import CapacityError
+from jaxrunner.models.model import Model
+from jaxrunner.stages.inputs import StepInput
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+    """decode: request rungs of the uniform decode. mixed: token rungs of ragged steps. finish: request rungs of the
+    second half of a ragged step. The last rung of each is the exact maximum. query_len: tokens of a decode.
+    """
+
+    decode: tuple[int, ...]
+    mixed: tuple[int, ...]
+    finish: tuple[int, ...]
+    query_len: int = 1
+    tiers: tuple[Tier, ...] = TIERS
+
+    def __post_init__(self) -> None:
+        for name in ("decode", "mixed", "finish"):
+            rungs = getattr(self, name)
+            if not rungs or list(rungs) != sorted(set(rungs)) or rungs[0] < 1:
+                raise ValueError(f"the {name} rungs must be ascending, distinct and positive, got {rungs}")
+        if self.finish[-1] != self.decode[-1]:
+            raise ValueError(f"decode and finish rungs end at {self.decode[-1]} and {self.finish[-1]} requests")
+
+    @property
+    def max_num_reqs(self) -> int:
+        return self.decode[-1]
+
+    @property
+    def max_num_tokens(self) -> int:
+        return self.mixed[-1]
+
+    @classmethod
+    def default(cls, model: Model, *, max_num_seqs: int = 64, max_num_batched_tokens: int = 2048) -> Ladder:
+        """Powers of two for decodes, of four for ragged steps and second halves: 27 executables at 256 requests."""
+        del model  # every model of this package takes the same rungs
+        tokens = max(max_num_batched_tokens, max_num_seqs)
+        return cls(
+            decode=geometric(1, max_num_seqs, 2),
+            mixed=geometric(16, tokens, 4),
+            finish=geometric(1, max_num_seqs, 8),
+        )
+
+    @classmethod
+    def powers_of_two(cls, max_num_seqs: int, max_num_batched_tokens: int | None = None) -> Ladder:
+        """Powers of two everywhere."""
+        tokens = max(max_num_batched_tokens or 0, max_num_seqs)
+        decode = geometric(1, max_num_seqs, 2)
+        return cls(decode=decode, mixed=geometric(1, tokens, 2), finish=decode)
+
+    def pick(self, inputs: StepInput) -> Bucket:
+        """The smallest bucket that holds `inputs`. Raises CapacityError past the last rung, naming the limit."""
+        if inputs.num_reqs == 0:
+            raise CapacityError("a step without tokens has no bucket; apply its admissions and releases alone")
+        if inputs.num_reqs > self.max_num_reqs:
+            raise CapacityError(f"{inputs.num_reqs} requests; this ladder ends at {self.max_num_reqs}")
+        if inputs.uniform_query_len == self.query_len:
+            return self.decode_bucket(_at_least(self.decode, inputs.num_reqs), inputs.tier)
+        if inputs.num_tokens > self.max_num_tokens:
+            raise CapacityError(f"{inputs.num_tokens} tokens; this ladder ends at {self.max_num_tokens}: run a chunk")
+        return self.mixed_bucket(_at_least(self.mixed, inputs.num_tokens), inputs.tier)
+
+    def decode_bucket(self, num_reqs: int, tier: Tier) -> Bucket:
+        return Bucket("decode", num_reqs * self.query_len, num_reqs, self.query_len, tier)
+
+    def mixed_bucket(self, num_tokens: int, tier: Tier) -> Bucket:
+        return Bucket("mixed", num_tokens, min(num_tokens, self.max_num_reqs), num_tokens, tier)
+
+    def finish_rung(self, num_reqs: int) -> int:
+        return _at_least(self.finish, num_reqs)
+
+    def larger(self, bucket: Bucket) -> list[Bucket]:
+        """Buckets of the same kind and tier that also hold what `bucket` holds, in ascending order."""
+        if bucket.kind == "decode":
+            return [self.decode_bucket(n, bucket.tier) for n in self.decode if n > bucket.num_reqs]
+        return [self.mixed_bucket(n, bucket.tier) for n in self.mixed if n > bucket.num_tokens]
+
+    def buckets(self) -> list[Bucket]:
+        """Every bucket that a step can be run in; ragged ones once, since their first half has no tier."""
+        fused = [self.decode_bucket(n, tier) for tier in self.tiers for n in self.decode]
+        return fused + [self.mixed_bucket(n, self.tiers[0]) for n in self.mixed]
+
+
+def geometric(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """first, first * factor, ... below `last`, and `last` itself."""
+    rungs, n = [], first
+    while n < last:
+        rungs.append(n)
+        n *= factor
+    return (*rungs, last)
+
+
+def _at_least(rungs: tuple[int, ...], n: int) -> int:
+    return rungs[bisect.bisect_left(rungs, n)]

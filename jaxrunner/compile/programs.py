@@ -1,0 +1,138 @@
+"""The programs a runner can compile: which they are for a ladder, and how each is lowered from shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.compile.buckets import Bucket, Tier
+from jaxrunner.compile.ladder import Ladder, geometric
+from jaxrunner.models.model import Model
+from jaxrunner.pallas.implementation import Implementation
+from jaxrunner.stages.inputs import step_layout
+from jaxrunner.stages.step import begin_step, finish_step, step
+from jaxrunner.state.admission import ENTRIES_PER_CALL, admit_layout, apply_admit
+from jaxrunner.state.codec import Layout
+from jaxrunner.state.runner_state import RunnerState
+
+ADMIT_FIRST, ADMIT_FACTOR = 128, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """kind "step": a whole fused step in `bucket`. "begin": its first three stages, without a tier. "finish": sample
+    and commit for `size` requests at `tier`. "admit": rows and prompts, `size` tokens.
+    """
+
+    kind: Literal["step", "begin", "finish", "admit"]
+    bucket: Bucket | None = None
+    size: int = 0
+    tier: Tier = "greedy"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.bucket.num_tokens if self.bucket else 0
+
+    def __str__(self) -> str:
+        if self.bucket is not None:
+            return str(self.bucket) if self.kind == "step" else f"begin {str(self.bucket).rpartition('/')[0]}"
+        return f"finish[{self.size}]/{self.tier}" if self.kind == "finish" else f"admit[{self.size}]"
+
+
+class ProgramSet:
+    """All programs of one ladder over one model and state. Holds shapes, no arrays.
+
+    weights, state: pytrees of arrays or ShapeDtypeStructs. The state is donated by every program.
+    """
+
+    def __init__(
+        self, model: Model, weights: Any, state: RunnerState, ladder: Ladder, *, implementation: Implementation = None
+    ):
+        self.model = model
+        self.ladder = ladder
+        self.implementation = implementation
+        self.groups = state.tables.groups
+        self._weights, self._state = _shapes(weights), _shapes(state)
+        self._draft_slots = state.num_draft_tokens
+        self._admit_sizes = geometric(min(ADMIT_FIRST, state.max_model_len), state.max_model_len, ADMIT_FACTOR)
+
+    def all(self) -> list[Program]:
+        """Every program, the ones a first request needs first."""
+        admits = [Program("admit", size=n) for n in self._admit_sizes]
+        begins = [self.begin(self.ladder.mixed_bucket(n, "greedy")) for n in self.ladder.mixed]
+        finishes = [Program("finish", size=n, tier=t) for t in self.ladder.tiers for n in self.ladder.finish]
+        steps = [Program("step", self.ladder.decode_bucket(n, t)) for t in self.ladder.tiers for n in self.ladder.decode]
+        return admits + begins + finishes + steps
+
+    def begin(self, bucket: Bucket) -> Program:
+        return Program("begin", bucket.replace(tier="greedy"))
+
+    def finish(self, num_reqs: int, tier: Tier) -> Program:
+        return Program("finish", size=self.ladder.finish_rung(num_reqs), tier=tier)
+
+    def admit_for(self, num_tokens: int, num_block_writes: int) -> Program | None:
+        """The smallest admit program that holds this much, or None."""
+        for size in self._admit_sizes:
+            program = Program("admit", size=size)
+            if size >= num_tokens and self.admit_layout(program).shape_of("block_writes")[0] >= num_block_writes:
+                return program
+        return None
+
+    def larger(self, program: Program) -> list[Program]:
+        """Programs that can stand in for `program`, in ascending order of size."""
+        if program.bucket is not None:
+            return [dataclasses.replace(program, bucket=b) for b in self.ladder.larger(program.bucket)]
+        sizes = self.ladder.finish if program.kind == "finish" else self._admit_sizes
+        return [dataclasses.replace(program, size=n) for n in sizes if n > program.size]
+
+    def step_layout(self, bucket: Bucket) -> Layout:
+        return step_layout(bucket, self.groups, self._draft_slots)
+
+    def admit_layout(self, program: Program) -> Layout:
+        """Room for `size` tokens and for the block tables of as many, a partly filled block for each entry."""
+        blocks = sum(-(-program.size // g.block_size) + g.blocks_per_kv_block * ENTRIES_PER_CALL for g in self.groups)
+        return admit_layout(program.size, blocks)
+
+    def lower(self, program: Program) -> jax.stages.Lowered:
+        """Trace and lower one program. No array is made."""
+        if program.kind == "admit":
+            layout = self.admit_layout(program)
+            run = jax.jit(functools.partial(apply_admit, layout=layout), donate_argnums=0)
+            return run.lower(self._state, _vector(layout))
+        if program.kind == "finish":
+            finish = functools.partial(finish_step, self.model, tier=program.tier, num_reqs=program.size)
+            return jax.jit(finish, donate_argnums=1).lower(self._weights, self._state, self._pending())
+        assert program.bucket is not None
+        upload = _vector(self.step_layout(program.bucket))
+        run = self._begin(program.bucket) if program.kind == "begin" else self._step(program.bucket)
+        return jax.jit(run, donate_argnums=1).lower(self._weights, self._state, upload)
+
+    def _step(self, bucket: Bucket):
+        return functools.partial(step, self.model, bucket=bucket, implementation=self.implementation)
+
+    def _begin(self, bucket: Bucket):
+        return functools.partial(
+            begin_step,
+            self.model,
+            bucket=bucket,
+            pending_reqs=self.ladder.max_num_reqs,
+            implementation=self.implementation,
+        )
+
+    def _pending(self) -> Any:
+        """Shapes between the two halves: the same for every ragged bucket."""
+        bucket = self.ladder.mixed_bucket(self.ladder.mixed[0], "greedy")
+        upload = _vector(self.step_layout(bucket))
+        return jax.eval_shape(self._begin(bucket), self._weights, self._state, upload)[1]
+
+
+def _vector(layout: Layout) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -1,0 +1,203 @@
+"""The contract with a scheduler: `SchedulerOutput` in, `ModelRunnerOutput` out, with vLLM's field names and meanings.
+
+A field that a runner of this package does not act on yet must be empty; `runner.admission` refuses it by name.
+Source: vLLM 0.28, `v1/core/sched/output.py` and `v1/outputs.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrunner.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass
+class NewRequestData:
+    """A request the runner sees for the first time, or again after a preemption.
+
+    block_ids: allocator block ids, one list per KV-cache group. num_computed_tokens: tokens whose KV is already in
+    those blocks (prefix cache). prefill_token_ids: all tokens known so far (prompt, then outputs from before a
+    preemption); None for the prompt alone.
+    """
+
+    req_id: str
+    prompt_token_ids: list[int] | None
+    sampling_params: SamplingParams | None
+    block_ids: tuple[list[int], ...]
+    num_computed_tokens: int = 0
+    prefill_token_ids: list[int] | None = None
+    mm_features: list[Any] = dataclasses.field(default_factory=list)
+    pooling_params: Any = None
+    lora_request: Any = None
+    prompt_embeds: Any = None
+    prompt_is_token_ids: list[bool] | None = None
+
+
+@dataclasses.dataclass
+class CachedRequestData:
+    """Differences for requests the runner knows; parallel lists.
+
+    new_block_ids: per request, blocks to append (one list per group), or None. num_computed_tokens: the scheduler's
+    number, a mirror: the device's own count is the truth and is never overwritten by it.
+    resumed_req_ids, new_token_ids, all_token_ids: used by vLLM's V1 runner and by pipeline parallelism only.
+    """
+
+    req_ids: list[str] = dataclasses.field(default_factory=list)
+    new_block_ids: list[tuple[list[int], ...] | None] = dataclasses.field(default_factory=list)
+    num_computed_tokens: list[int] = dataclasses.field(default_factory=list)
+    num_output_tokens: list[int] = dataclasses.field(default_factory=list)
+    resumed_req_ids: set[str] = dataclasses.field(default_factory=set)
+    new_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
+    all_token_ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.req_ids)
+
+    @classmethod
+    def make_empty(cls) -> CachedRequestData:
+        return cls()
+
+
+@dataclasses.dataclass
+class SchedulerOutput:
+    """One step's plan.
+
+    num_scheduled_tokens: request id -> tokens to run, drafts included. finished_req_ids: requests to free before
+    anything is added; may contain an id that is also new (abort and resubmission under one id).
+    preempted_req_ids: their rows are freed like those of finished requests.
+    """
+
+    scheduled_new_reqs: list[NewRequestData] = dataclasses.field(default_factory=list)
+    scheduled_cached_reqs: CachedRequestData = dataclasses.field(default_factory=CachedRequestData)
+    num_scheduled_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    total_num_scheduled_tokens: int = 0
+    scheduled_spec_decode_tokens: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    scheduled_encoder_inputs: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    num_common_prefix_blocks: list[int] = dataclasses.field(default_factory=list)
+    finished_req_ids: set[str] = dataclasses.field(default_factory=set)
+    free_encoder_mm_hashes: list[str] = dataclasses.field(default_factory=list)
+    scheduled_encoder_input_stats: Any = None
+    preempted_req_ids: set[str] | None = None
+    has_structured_output_requests: bool = False
+    pending_structured_output_tokens: bool = False
+    num_invalid_spec_tokens: dict[str, int] | None = None
+    kv_connector_metadata: Any = None
+    ec_connector_metadata: Any = None
+    ec_manager_metadata: Any = None
+    new_block_ids_to_zero: list[int] | None = None
+    kv_cache_block_copies: list[Any] | None = None
+    partial_tail_offloads: dict[str, list[tuple[int, int, int]]] | None = None
+    num_spec_tokens_to_schedule: int = 0
+
+    @classmethod
+    def make_empty(cls) -> SchedulerOutput:
+        return cls()
+
+
+@dataclasses.dataclass
+class GrammarOutput:
+    """grammar_bitmask: i32[rows, ceil(vocab / 32)], bit set = allowed, lowest bit first; rows grouped per request."""
+
+    structured_output_request_ids: list[str]
+    grammar_bitmask: np.ndarray
+
+
+@dataclasses.dataclass
+class KVConnectorOutput:
+    """What a KV connector reports. expected_finished_count does not count as content."""
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+    kv_connector_stats: Any = None
+    kv_cache_events: Any = None
+    kv_connector_worker_meta: Any = None
+    invalid_block_ids: set[int] = dataclasses.field(default_factory=set)
+    expected_finished_count: int = 0
+
+    def is_empty(self) -> bool:
+        return not any(
+            (
+                self.finished_sending,
+                self.finished_recving,
+                self.kv_connector_stats,
+                self.kv_cache_events,
+                self.kv_connector_worker_meta,
+                self.invalid_block_ids,
+            )
+        )
+
+
+@dataclasses.dataclass
+class ECConnectorOutput:
+    """What an encoder-cache connector reports."""
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+    ec_connector_worker_meta: Any = None
+
+
+@dataclasses.dataclass
+class ModelRunnerOutput:
+    """One step's result.
+
+    req_ids: in batch order. sampled_token_ids: per request; empty while its prefill is unfinished.
+    """
+
+    req_ids: list[str]
+    req_id_to_index: dict[str, int]
+    sampled_token_ids: list[list[int]]
+    logprobs: Any = None
+    prompt_logprobs_dict: dict[str, Any] = dataclasses.field(default_factory=dict)
+    pooler_output: list[Any] | None = None
+    kv_connector_output: KVConnectorOutput | None = None
+    ec_connector_output: ECConnectorOutput | None = None
+    num_nans_in_logits: dict[str, int] | None = None
+    cudagraph_stats: Any = None
+    sampling_masks: Any = None
+
+    @classmethod
+    def make_empty(cls) -> ModelRunnerOutput:
+        """A new empty output. (vLLM shares one; a caller that changes it would change everybody's.)"""
+        return cls(req_ids=[], req_id_to_index={}, sampled_token_ids=[])
+
+    @classmethod
+    def with_kv_conn_output_only(cls, kv_connector_output: KVConnectorOutput | None) -> ModelRunnerOutput:
+        """The output of a step without a forward pass that carries a KV connector's report, if it has content."""
+        empty = cls.make_empty()
+        if kv_connector_output is not None and not kv_connector_output.is_empty():
+            empty.kv_connector_output = kv_connector_output
+        return empty
+
+    @classmethod
+    def with_ec_conn_output_only(cls, ec_connector_output: ECConnectorOutput | None) -> ModelRunnerOutput:
+        """The output of a step without a forward pass that carries an encoder-cache connector's report."""
+        return cls.make_empty().with_ec_conn_output(ec_connector_output)
+
+    def with_ec_conn_output(self, ec_connector_output: ECConnectorOutput | None) -> ModelRunnerOutput:
+        """This output, or a copy that carries the report. Use the returned value."""
+        if ec_connector_output is None:
+            return self
+        return dataclasses.replace(self, ec_connector_output=ec_connector_output)
+
+
+def make_empty_encoder_model_runner_output(scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    """The output of an encoder-only step: every scheduled request, no tokens, no pooled vectors."""
+    req_ids = list(scheduler_output.num_scheduled_tokens)
+    return ModelRunnerOutput(
+        req_ids=req_ids,
+        req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
+        sampled_token_ids=[[] for _ in req_ids],
+        pooler_output=[None] * len(req_ids),
+    )
+
+
+class AsyncModelRunnerOutput(Protocol):
+    """A result still on its way from the device."""
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for it. Later calls return the same object."""
+        ...

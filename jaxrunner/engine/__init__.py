@@ -1,0 +1,1 @@
+"""A small engine over a runner: scheduling, block allocation, stopping, text."""

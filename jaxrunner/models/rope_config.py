@@ -1,0 +1,89 @@
+"""The rotary rule of a configuration, in every spelling that checkpoints use, as one `RopeSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrunner.errors import CheckpointError
+from jaxrunner.models.model import RopeSpec
+
+REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "dynamic": ("max_trained_positions",),
+    "yarn": (
+        "attention_factor",
+        "attn_factor",
+        "beta_fast",
+        "beta_slow",
+        "extrapolation_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+_NOT_NUMBERS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
+_KNOWN = {name for table in (REQUIRED, OPTIONAL) for names in table.values() for name in names} | set(_NOT_NUMBERS)
+
+
+def rope_from_config(config: Mapping[str, Any], *, default_theta: float, max_position_embeddings: int) -> RopeSpec:
+    """The `RopeSpec` of a configuration, which is not changed.
+
+    Reads `rope_parameters` (transformers 5) or `rope_scaling` (transformers 4), the rule's name under `rope_type` or
+    `type`, and the base `rope_theta` inside the dictionary or at the top level. Spellings that say the same thing twice
+    are fine; two that disagree raise `CheckpointError`, as do unknown rules, unknown parameters and missing ones.
+    """
+    rules = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+    for rule in rules:
+        if not isinstance(rule, Mapping) or any(isinstance(value, Mapping) for value in rule.values()):
+            raise CheckpointError("rope_parameters per layer type are not supported; one rule for all layers is.")
+    specs = [_one_rule(rule, config, default_theta, max_position_embeddings) for rule in rules or [{}]]
+    if any(spec != specs[0] for spec in specs):
+        raise CheckpointError("rope_parameters and rope_scaling disagree. Delete one of the two from config.json.")
+    return specs[0]
+
+
+def _one_rule(rule: Mapping[str, Any], config: Mapping[str, Any], theta: float, max_positions: int) -> RopeSpec:
+    rope_type = _agreeing("rope_type", {"rope_type": rule.get("rope_type"), "type": rule.get("type")}) or "default"
+    if rope_type not in REQUIRED:
+        raise CheckpointError(
+            f"rope type {rope_type!r} is not supported. Supported: {', '.join(REQUIRED)}. Use another checkpoint."
+        )
+    both = {"rope_parameters.rope_theta": rule.get("rope_theta"), "rope_theta": config.get("rope_theta")}
+    base = _agreeing("rope_theta", both)
+    partials = {
+        "rope_parameters.partial_rotary_factor": rule.get("partial_rotary_factor"),
+        "partial_rotary_factor": config.get("partial_rotary_factor"),
+    }
+    partial = _agreeing("partial_rotary_factor", partials)
+    if partial not in (None, 1, 1.0):
+        raise CheckpointError(f"partial_rotary_factor {partial} is not supported; all of a head is rotated.")
+    if unknown := sorted(set(rule) - _KNOWN):
+        raise CheckpointError(f"rope parameter {unknown[0]!r} is unknown. Known: {', '.join(sorted(_KNOWN))}.")
+
+    fallback = {"original_max_position_embeddings": config.get("original_max_position_embeddings")}
+    if rope_type == "yarn" and fallback["original_max_position_embeddings"] is None:
+        fallback["original_max_position_embeddings"] = max_positions
+    parameters = {}
+    for name in REQUIRED[rope_type] + OPTIONAL.get(rope_type, ()):
+        value = rule.get(name)
+        value = fallback.get(name) if value is None else value
+        if value is not None:
+            parameters[name] = float(value)
+        elif name in REQUIRED[rope_type]:
+            raise CheckpointError(f"rope type {rope_type!r} needs the parameter {name}. Add it to config.json.")
+    return RopeSpec(float(theta if base is None else base), rope_type, tuple(sorted(parameters.items())))
+
+
+def _agreeing(what: str, spellings: Mapping[str, Any]) -> Any:
+    """The one value that the given spellings have; None where none has one."""
+    given = {key: value for key, value in spellings.items() if value is not None}
+    if len(set(given.values())) > 1:
+        raise CheckpointError(f"conflicting values of {what}: {given}. Keep one of them in config.json.")
+    return next(iter(given.values()), None)

@@ -1,0 +1,112 @@
+"""The decoder-only transformer of the Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM3), over a paged KV cache.
+
+Written once for both weight layouts: `"layers"` unrolls the layers in Python around one inner jit of the layer body
+(traced once for all equal layers), `"stacked"` scans over weights with a leading layer axis. The KV cache is carried
+through, never scanned over, which would copy it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxrunner.models.layers import apply_rope, linear, rms_norm, rotary_table
+from jaxrunner.models.model import LayerSpec, Model
+from jaxrunner.pallas.attention import attention
+from jaxrunner.pallas.implementation import Implementation
+from jaxrunner.pallas.kv_write import kv_write
+from jaxrunner.pallas.attention_metadata import AttentionMetadata
+
+
+def forward(
+    model: Model,
+    weights: Any,
+    blocks: tuple[jax.Array, ...],
+    input_ids: Int32[Array, "T"],
+    positions: Int32[Array, "T"],
+    metadata: tuple[AttentionMetadata, ...],
+    group_of_layer: dict[int, tuple[int, int]],
+    *,
+    implementation: Implementation = None,
+) -> tuple[tuple[jax.Array, ...], Float[Array, "T H"]]:
+    """(cache with this step's keys and values, hidden states [T, hidden] after the final norm).
+
+    blocks: the cache of each KV-cache group. metadata: one per group. group_of_layer: model layer -> (group, index in
+    the group).
+    """
+    x = weights["embed_tokens"][input_ids]
+    rope = rotary_table(model, positions)
+    run = functools.partial(_layer, model=model, implementation=_frozen(implementation))
+    caches = list(blocks)
+    if model.layout == "layers":
+        for index, (spec, layer_weights) in enumerate(zip(model.layers, weights["layers"], strict=True)):
+            group, inner = group_of_layer[index]
+            args = (layer_weights, x, caches[group], jnp.int32(inner), rope, metadata[group])
+            x, caches[group] = run(*args, spec=spec)
+    else:
+        if len(caches) != 1 or len(set(model.layers)) != 1:
+            raise ValueError("stacked weights need layers that are all alike; load this model with layout='layers'")
+
+        def body(carry, layer):
+            layer_weights, inner = layer
+            return run(layer_weights, *carry, inner, rope, metadata[0], spec=model.layers[0]), None
+
+        xs = (weights["layers"], jnp.arange(model.num_layers, dtype=jnp.int32))
+        (x, caches[0]), _ = lax.scan(body, (x, caches[0]), xs)
+    return tuple(caches), rms_norm(x, weights["norm"], model.rms_norm_eps)
+
+
+def logits(model: Model, weights: Any, hidden: Float[Array, "B H"]) -> Float32[Array, "B V"]:
+    """Output logits, f32[B, vocab]; ids without a token (a padded vocabulary) get -inf."""
+    head = weights["embed_tokens"] if model.tie_word_embeddings else weights["lm_head"]
+    out = linear(hidden, head).astype(jnp.float32)
+    if model.num_token_ids is not None and model.num_token_ids < model.vocab_size:
+        out = jnp.where(jnp.arange(model.vocab_size) < model.num_token_ids, out, -jnp.inf)
+    return out
+
+
+@functools.partial(jax.jit, static_argnames=("model", "spec", "implementation"))
+def _layer(
+    w: dict[str, jax.Array],
+    x: jax.Array,
+    cache: jax.Array,
+    layer: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    metadata: AttentionMetadata,
+    *,
+    model: Model,
+    spec: LayerSpec,
+    implementation: Implementation,
+) -> tuple[jax.Array, jax.Array]:
+    """One pre-norm layer: attention, then the gated MLP, each added to the residual stream."""
+    tokens = x.shape[0]
+    h = rms_norm(x, w["input_norm"], model.rms_norm_eps)
+    qkv = linear(h, w["qkv"], w.get("qkv_bias")).reshape(tokens, -1, model.head_dim)
+    q, k, v = jnp.split(qkv, [model.num_heads, model.num_heads + model.num_kv_heads], axis=1)
+    if model.qk_norm:
+        q, k = rms_norm(q, w["q_norm"], model.rms_norm_eps), rms_norm(k, w["k_norm"], model.rms_norm_eps)
+    if spec.rope:
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+    implementation = _thawed(implementation)
+    cache = kv_write(cache, layer, k, v, metadata.slot_mapping, implementation=implementation)
+    scale = model.head_dim**-0.5
+    attended = attention(q, cache, layer, metadata, scale=scale, window=spec.window, implementation=implementation)
+    x = x + linear(attended.reshape(tokens, -1).astype(x.dtype), w["o"], w.get("o_bias"))
+
+    h = rms_norm(x, w["post_norm"], model.rms_norm_eps)
+    gate, up = jnp.split(linear(h, w["gate_up"], w.get("gate_up_bias")), 2, axis=-1)
+    return x + linear(jax.nn.silu(gate) * up, w["down"], w.get("down_bias")), cache
+
+
+def _frozen(implementation: Implementation):
+    """Hashable form of an implementation choice, for a static argument."""
+    return implementation if implementation is None or isinstance(implementation, str) else tuple(implementation.items())
+
+
+def _thawed(implementation) -> Implementation:
+    return dict(implementation) if isinstance(implementation, tuple) else implementation

@@ -1,0 +1,164 @@
+"""Paged attention over the KV cache: one op for uniform decodes and for ragged, causal mixed batches.
+
+The XLA implementations walk the keys in chunks of whole blocks with a running softmax, as far as the longest request
+of the step reaches, so their cost follows the real context and not the padded table. The chunk is fixed, hence a
+result does not depend on the width of the table.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jaxrunner.pallas.implementation import Implementation, resolve
+from jaxrunner.pallas.attention_metadata import AttentionMetadata
+from jaxrunner.state.kv_cache import KEY, VALUE
+
+CHUNK_TOKENS = 256
+QUERY_TILE = 32
+NEG_INF = float("-inf")
+
+
+def attention(
+    q: Float[Array, "T H D"],
+    blocks: Float[Array, "L 2 N P KVH D"],
+    layer: Int32[Array, ""],
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "T H D"]:
+    """Causal attention of each query over its request's keys up to its own position.
+
+    q: queries in flat token order, H a multiple of KVH. blocks, layer: as in `kv_write`; the step's own keys are
+    already there. metadata: of the layer's KV-cache group. scale: multiplies the scores. window: number of most
+    recent keys seen, the query's own included; None for all.
+
+    Rows without keys give zeros. Whatever lies in dead blocks, past the end of a request or behind padded rows of the
+    tables (NaN included) does not enter the result.
+    """
+    resolve("attention", implementation)
+    run = _decode_xla if metadata.query_len is not None else _ragged_xla
+    return run(q, blocks, layer, metadata, scale=scale, window=window)
+
+
+def _chunk_blocks(width: int, block_size: int) -> int:
+    """Blocks in a chunk: a power of two that divides the table's width (a multiple of 128)."""
+    chunk = max(1, CHUNK_TOKENS // block_size)
+    while width % chunk:
+        chunk -= 1
+    return chunk
+
+
+def _load(blocks, layer, which, ids):
+    """Keys or values of some blocks: ids [..., c] -> [..., c * block_size, KVH, D] in float32."""
+    data = blocks[layer, which, ids].astype(jnp.float32)
+    return data.reshape(*ids.shape[:-1], -1, *data.shape[-2:])
+
+
+def _update(carry, scores, mask, values, product):
+    """One step of the running softmax. scores, mask: [..., q, c]; product contracts c with the values."""
+    top, total, acc = carry
+    scores = jnp.where(mask, scores, NEG_INF)
+    new_top = jnp.maximum(top, scores.max(axis=-1))
+    finite_top = jnp.where(new_top == NEG_INF, 0.0, new_top)
+    p = jnp.exp(scores - finite_top[..., None])
+    keep = jnp.exp(jnp.where(top == NEG_INF, NEG_INF, top - finite_top))
+    return new_top, total * keep + p.sum(axis=-1), acc * keep[..., None] + product(p, values)
+
+
+def _decode_xla(q, blocks, layer, metadata, *, scale, window):
+    """Every request has metadata.query_len queries: one batched product over requests and KV heads."""
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads, block_size = blocks.shape[4], blocks.shape[3]
+    batch, width = metadata.block_table.shape
+    query_len, group = metadata.query_len, num_heads // num_kv_heads
+    # [B, KVH, G * Q, D]: the queries that share a KV head are the rows of one product.
+    q = q.reshape(batch, query_len, num_kv_heads, group, head_dim).astype(jnp.float32) * scale
+    q = q.transpose(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, group * query_len, head_dim)
+    position = metadata.seq_lens[:, None] - query_len + jnp.arange(query_len)[None, :]
+    position = jnp.tile(position, (1, group))[:, None, :]
+
+    chunk = _chunk_blocks(width, block_size)
+    chunk_tokens = chunk * block_size
+
+    def body(c, carry):
+        ids = lax.dynamic_slice_in_dim(metadata.block_table, c * chunk, chunk, axis=1)
+        k, v = _load(blocks, layer, KEY, ids), _load(blocks, layer, VALUE, ids)
+        key_position = c * chunk_tokens + jnp.arange(chunk_tokens)
+        exists = key_position[None, :] < metadata.seq_lens[:, None]
+        mask = exists[:, None, None, :] & (key_position <= position[..., None])
+        if window is not None:
+            mask &= key_position > position[..., None] - window
+        scores = jnp.einsum("bkqd,bckd->bkqc", q, k, precision="highest")
+        v = jnp.where(exists[..., None, None], v, 0.0)
+        return _update(carry, scores, mask, v, functools.partial(jnp.einsum, "bkqc,bckd->bkqd", precision="highest"))
+
+    rows = (batch, num_kv_heads, group * query_len)
+    first = jnp.int32(0)
+    if window is not None:
+        oldest = jnp.where(metadata.seq_lens > 0, metadata.seq_lens - query_len - window + 1, jnp.iinfo(jnp.int32).max)
+        first = jnp.clip(oldest.min(), 0) // chunk_tokens
+    last = -(-metadata.seq_lens.max() // chunk_tokens)
+    init = (jnp.full(rows, NEG_INF), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
+    _, total, acc = lax.fori_loop(first, last, body, init)
+    out = acc / jnp.where(total > 0, total, 1.0)[..., None]
+    out = out.reshape(batch, num_kv_heads, group, query_len, head_dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(-1, num_heads, head_dim).astype(blocks.dtype)
+
+
+def _ragged_xla(q, blocks, layer, metadata, *, scale, window):
+    """Tiles of up to QUERY_TILE queries of one request, one after the other, each over just the keys it sees."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = blocks.shape[4], blocks.shape[3]
+    width = metadata.block_table.shape[1]
+    group = num_heads // num_kv_heads
+    tile = min(QUERY_TILE, num_tokens)
+    chunk = _chunk_blocks(width, block_size)
+    chunk_tokens = chunk * block_size
+
+    starts = metadata.query_start_loc
+    query_lens = starts[1:] - starts[:-1]
+    tile_ends = jnp.cumsum(-(-query_lens // tile))
+    padded = jnp.pad(q.astype(jnp.float32) * scale, ((0, tile), (0, 0), (0, 0)))
+
+    def run_tile(i, out):
+        request = jnp.searchsorted(tile_ends, i, side="right").astype(jnp.int32)
+        inner = i - (tile_ends[request] - -(-query_lens[request] // tile))
+        start = starts[request] + inner * tile
+        seq_len = metadata.seq_lens[request]
+        row = inner * tile + jnp.arange(tile)
+        position = seq_len - query_lens[request] + row
+        queries = lax.dynamic_slice_in_dim(padded, start, tile).reshape(tile, num_kv_heads, group, head_dim)
+        table = metadata.block_table[request]
+
+        def body(c, carry):
+            ids = lax.dynamic_slice_in_dim(table, c * chunk, chunk)
+            k, v = _load(blocks, layer, KEY, ids), _load(blocks, layer, VALUE, ids)
+            key_position = c * chunk_tokens + jnp.arange(chunk_tokens)
+            exists = key_position < seq_len
+            mask = exists & (key_position <= position[:, None])
+            if window is not None:
+                mask &= key_position > position[:, None] - window
+            scores = jnp.einsum("qkgd,ckd->kgqc", queries, k, precision="highest")
+            v = jnp.where(exists[:, None, None], v, 0.0)
+            product = functools.partial(jnp.einsum, "kgqc,ckd->kgqd", precision="highest")
+            return _update(carry, scores, mask, v, product)
+
+        first = jnp.int32(0) if window is None else jnp.clip(position[0] - window + 1, 0) // chunk_tokens
+        last = -(-jnp.minimum(position[-1] + 1, seq_len) // chunk_tokens)
+        rows = (num_kv_heads, group, tile)
+        init = (jnp.full(rows, NEG_INF), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
+        _, total, acc = lax.fori_loop(first, last, body, init)
+        result = (acc / jnp.where(total > 0, total, 1.0)[..., None]).transpose(2, 0, 1, 3)
+        result = jnp.where((row < query_lens[request])[:, None, None, None], result, 0.0)
+        # A tile's tail may cover the next request's rows; tiles run in order, so those are written after it.
+        return lax.dynamic_update_slice_in_dim(out, result.reshape(tile, num_heads, head_dim), start, axis=0)
+
+    out = jnp.zeros((num_tokens + tile, num_heads, head_dim), jnp.float32)
+    return lax.fori_loop(0, tile_ends[-1], run_tile, out)[:num_tokens].astype(blocks.dtype)

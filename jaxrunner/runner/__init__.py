@@ -1,0 +1,1 @@
+"""Runners: the mutable objects that drive the pure step from scheduler outputs."""

@@ -1,0 +1,54 @@
+"""`RunnerConfig`: the sizes and policies of a runner; each limit is checked here and each error names the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxrunner.compile.table import POLICIES, Policy
+from jaxrunner.errors import AdmissionError
+from jaxrunner.pallas.implementation import Implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class RunnerConfig:
+    """max_num_seqs: requests in the state at a time. max_model_len: most tokens of a request.
+    max_num_batched_tokens: most tokens in a step. num_blocks: allocator blocks of each KV-cache group, the null block
+    included. block_size: tokens in an allocator block; kernel_block_size: tokens in a kernel block (divides it; the
+    same by default). async_scheduling: `sample_tokens` returns an output that is still on its way.
+    bucket_policy: see `BucketTable`. implementation: see `jaxrunner.pallas.implementation`.
+    check_invariants: audit the plan of every step (slow; for tests).
+    """
+
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    block_size: int = 16
+    kernel_block_size: int | None = None
+    kv_dtype: str | None = None
+    async_scheduling: bool = False
+    bucket_policy: Policy = "compile"
+    implementation: Implementation = None
+    check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "num_blocks", "block_size"):
+            if getattr(self, name) < 1:
+                raise AdmissionError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.block_size % self.kernel_block:
+            raise AdmissionError(f"kernel_block_size {self.kernel_block} must divide block_size {self.block_size}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise AdmissionError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
+                "a step could not decode every request; raise the first or lower the second"
+            )
+        if self.bucket_policy not in POLICIES:
+            raise AdmissionError(f"unknown bucket_policy {self.bucket_policy!r}; use one of {POLICIES}")
+
+    @property
+    def kernel_block(self) -> int:
+        return self.kernel_block_size or self.block_size
+
+    @property
+    def blocks_per_kv_block(self) -> int:
+        return self.block_size // self.kernel_block

@@ -1,0 +1,265 @@
+"""`DeviceRunner`: the only mutable object on the device path. It owns the state, the row map and the executables.
+
+One step: the scheduler's differences become one packed upload, one executable runs (two for a ragged batch), one small
+array comes back. Everything per request lives in the state on the device; the host keeps only the row of each request
+and how many blocks it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrunner.compile.buckets import Tier
+from jaxrunner.compile.ladder import Ladder
+from jaxrunner.compile.programs import Program, ProgramSet
+from jaxrunner.compile.table import BucketTable
+from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from jaxrunner.errors import AdmissionError, CapacityError, NotBuiltError
+from jaxrunner.models.model import Model
+from jaxrunner.runner.admission import check_new_request, check_scheduler_output
+from jaxrunner.runner.batch_order import sort_requests
+from jaxrunner.runner.config import RunnerConfig
+from jaxrunner.runner.output import AsyncOutput
+from jaxrunner.runner.rows import RowMap
+from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.stages.inputs import StepInput, block_write_capacity
+from jaxrunner.stages.sample import StepOutput
+from jaxrunner.stages.step import Pending
+from jaxrunner.state.admission import ENTRIES_PER_CALL, AdmitEntry, pack_admit, release_entry
+from jaxrunner.state.audit import audit
+from jaxrunner.state.block_tables import expand_block_ids
+from jaxrunner.state.block_writes import no_block_writes
+from jaxrunner.state.records import request_record
+from jaxrunner.state.runner_state import RunnerState, init_state
+
+
+class Parked(NamedTuple):
+    """A step between `execute_model` and `sample_tokens`. output is set when the whole step was launched."""
+
+    req_ids: list[str]
+    tier: Tier
+    output: StepOutput | None
+    pending: Pending | None
+
+
+class DeviceRunner:
+    """model, weights: from `load`. ladder: `Ladder.default` for the configuration's sizes if not given.
+    seed: requests without a seed of their own get one derived from it and their order of arrival.
+    """
+
+    def __init__(self, model: Model, weights: Any, config: RunnerConfig, *, ladder: Ladder | None = None, seed: int = 0):
+        self.model = model
+        self.weights = weights
+        self.config = config
+        self.ladder = ladder or Ladder.default(
+            model, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        )
+        self.state: RunnerState = init_state(
+            model,
+            max_requests=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            num_blocks=config.num_blocks * config.blocks_per_kv_block,
+            block_size=config.kernel_block,
+            blocks_per_kv_block=config.blocks_per_kv_block,
+            kv_dtype=config.kv_dtype,
+        )
+        self.groups = self.state.tables.groups
+        programs = ProgramSet(model, weights, self.state, self.ladder, implementation=config.implementation)
+        self.table = BucketTable(programs, policy=config.bucket_policy)
+        self.rows = RowMap(config.max_num_seqs)
+        num_rows = config.max_num_seqs + 1
+        self._num_blocks = np.zeros((num_rows, len(self.groups)), np.int32)
+        self._is_random = np.zeros(num_rows, bool)
+        self._seeds = np.random.SeedSequence(seed)
+        self._num_admitted = 0
+        self._parked: Parked | None = None
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Apply the plan and launch its forward pass. Returns None, and `sample_tokens` completes the step; or, for
+        a plan without tokens, the empty output of a step without a forward pass (its releases, admissions and staged
+        writes have been applied).
+
+        A plan that cannot be run raises AdmissionError or NotBuiltError before anything has changed. Raises
+        RuntimeError if the previous step still waits for `sample_tokens`.
+        """
+        if self._parked is not None:
+            raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
+        self._check(scheduler_output)
+        writes = self.update_states(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            self._apply_admissions([AdmitEntry(row=0, block_writes=writes)] if len(writes) else [])
+            return ModelRunnerOutput.with_kv_conn_output_only(None)
+        req_ids, inputs = self.build_inputs(scheduler_output, writes)
+        self._parked = self._launch(req_ids, inputs)
+        if self.config.check_invariants:
+            audit(self.state)
+        return None
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput:
+        """Complete the step that `execute_model` launched. With async_scheduling the result is still on its way."""
+        if self._parked is None:
+            raise RuntimeError("sample_tokens without a step; call execute_model first")
+        if grammar_output is not None:
+            raise NotBuiltError("structured output is not built: no request of this step can need a grammar mask")
+        parked, self._parked = self._parked, None
+        output = parked.output
+        if output is None:
+            entry = self.table.get(self.table.programs.finish(len(parked.req_ids), parked.tier))
+            self.state, output = self.table.call(entry, self.weights, self.state, parked.pending)
+        result = AsyncOutput(parked.req_ids, output)
+        return result if self.config.async_scheduling else result.get_output()
+
+    def warm_up(self, **options: Any) -> None:
+        """Compile the whole ladder, see `BucketTable.warm_up`."""
+        self.table.warm_up(**options)
+
+    def update_states(self, so: SchedulerOutput) -> np.ndarray:
+        """Stage 0, on the host: free rows of finished and preempted requests, give rows to new ones, and return the
+        block-table writes of known ones, i32[N, 4]. Rows that changed go up through the admit executable.
+        """
+        released = set()
+        for req_id in sorted(so.finished_req_ids | (so.preempted_req_ids or set())):
+            if (row := self.rows.remove(req_id)) is not None:
+                released.add(row)
+        entries = []
+        for request in so.scheduled_new_reqs:
+            if (row := self.rows.remove(request.req_id)) is not None:
+                released.add(row)
+            entry = self._admit_entry(request)
+            released.discard(entry.row)
+            entries.append(entry)
+        for row in released:
+            self._num_blocks[row] = 0
+            self._is_random[row] = False
+        self._apply_admissions([release_entry(row) for row in sorted(released)] + entries)
+        writes = [
+            self._block_writes(self.rows[req_id], blocks)
+            for req_id, blocks in zip(so.scheduled_cached_reqs.req_ids, so.scheduled_cached_reqs.new_block_ids, strict=True)
+            if blocks is not None
+        ]
+        return np.concatenate(writes or [no_block_writes()])
+
+    def build_inputs(self, so: SchedulerOutput, block_writes: np.ndarray) -> tuple[list[str], StepInput]:
+        """(request ids in batch order, the step's input)."""
+        req_ids, counts = sort_requests(so.num_scheduled_tokens, self.ladder.query_len)
+        rows = self.rows.take(req_ids)
+        inputs = StepInput(
+            idx_mapping=rows,
+            num_scheduled_tokens=counts,
+            num_draft_tokens=np.zeros(len(rows), np.int32),
+            groups=self.groups,
+            block_writes=block_writes,
+            tier="random" if self._is_random[rows].any() else "greedy",
+        )
+        return req_ids, inputs
+
+    def audit(self) -> None:
+        """Raises InvariantError if the state breaks an invariant; see `jaxrunner.state.audit`."""
+        audit(self.state)
+
+    def _launch(self, req_ids: list[str], inputs: StepInput) -> Parked:
+        programs, bucket = self.table.programs, self.ladder.pick(inputs)
+        if len(inputs.block_writes) > block_write_capacity(bucket, self.groups):
+            self._apply_admissions([AdmitEntry(row=0, block_writes=inputs.block_writes)])
+            inputs = StepInput(**{**inputs.__dict__, "block_writes": no_block_writes()})
+        fused = bucket.kind == "decode"
+        program = Program("step", bucket) if fused else programs.begin(bucket)
+        entry = self.table.get(program, real_tokens=inputs.num_tokens)
+        assert entry.program.bucket is not None
+        upload = inputs.pack(entry.program.bucket)
+        self.state, result = self.table.call(entry, self.weights, self.state, upload)
+        return Parked(req_ids, inputs.tier, result if fused else None, None if fused else result)
+
+    def _apply_admissions(self, entries: list[AdmitEntry]) -> None:
+        programs = self.table.programs
+        while entries:
+            count, program = _admission_call(entries, programs)
+            entry = self.table.get(program)
+            upload = pack_admit(programs.admit_layout(entry.program), entries[:count])
+            self.state = self.table.call(entry, self.state, upload)
+            entries = entries[count:]
+
+    def _admit_entry(self, request: NewRequestData) -> AdmitEntry:
+        row = self.rows.add(request.req_id)
+        params = request.sampling_params or SamplingParams()
+        assert request.prompt_token_ids is not None
+        tokens = np.array(request.prefill_token_ids or request.prompt_token_ids, np.int32)
+        record = request_record(
+            prompt_len=len(request.prompt_token_ids),
+            prefill_len=len(tokens),
+            num_computed_tokens=request.num_computed_tokens,
+            params=params,
+            seed=self._next_seed(),
+        )
+        self._num_blocks[row] = 0
+        self._is_random[row] = not params.is_greedy
+        return AdmitEntry(row, record, tokens, self._block_writes(row, request.block_ids))
+
+    def _next_seed(self) -> int:
+        self._num_admitted += 1
+        words = np.random.SeedSequence(self._seeds.entropy, spawn_key=(self._num_admitted,)).generate_state(1, np.uint64)
+        return int(words[0])
+
+    def _block_writes(self, row: int, block_ids: Iterable[list[int]]) -> np.ndarray:
+        """Writes that append allocator blocks to a row's tables."""
+        parts = []
+        for g, ids in enumerate(block_ids):
+            kernel_ids = expand_block_ids(ids, self.groups[g].blocks_per_kv_block)
+            start = self._num_blocks[row, g]
+            part = np.empty((len(kernel_ids), 4), np.int32)
+            part[:, 0], part[:, 1] = g, row
+            part[:, 2] = np.arange(start, start + len(kernel_ids))
+            part[:, 3] = kernel_ids
+            self._num_blocks[row, g] += len(kernel_ids)
+            parts.append(part)
+        return np.concatenate(parts)
+
+    def _check(self, so: SchedulerOutput) -> None:
+        check_scheduler_output(so, self.rows)
+        gone = {i for i in so.finished_req_ids | (so.preempted_req_ids or set()) if i in self.rows}
+        readded = {r.req_id for r in so.scheduled_new_reqs if r.req_id in self.rows} - gone
+        if len(so.scheduled_new_reqs) > self.rows.num_free + len(gone) + len(readded):
+            raise CapacityError(f"more than max_num_seqs={self.config.max_num_seqs} requests at a time")
+        for request in so.scheduled_new_reqs:
+            check_new_request(
+                request,
+                vocab_size=self.model.vocab_size,
+                max_model_len=self.config.max_model_len,
+                num_groups=len(self.groups),
+            )
+            self._check_blocks(request.req_id, 0, request.block_ids)
+        cached = so.scheduled_cached_reqs
+        for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if blocks is not None:
+                self._check_blocks(req_id, self.rows[req_id], blocks)
+        if so.total_num_scheduled_tokens > self.ladder.max_num_tokens:
+            raise AdmissionError(
+                f"{so.total_num_scheduled_tokens} tokens in one step; this runner takes {self.ladder.max_num_tokens}"
+            )
+
+    def _check_blocks(self, req_id: str, row: int, block_ids: Iterable[list[int]]) -> None:
+        for g, ids in enumerate(block_ids):
+            if bad := [b for b in ids if not 0 < b < self.config.num_blocks]:
+                raise AdmissionError(f"request {req_id!r}: block {bad[0]} is outside 1..{self.config.num_blocks - 1}")
+            held = self._num_blocks[row, g] if row else 0
+            width = self.state.tables.block_table[g].shape[1]
+            if held + len(ids) * self.groups[g].blocks_per_kv_block > width:
+                raise AdmissionError(f"request {req_id!r}: more blocks than the {width} columns of its table")
+
+
+def _admission_call(entries: list[AdmitEntry], programs: ProgramSet) -> tuple[int, Program]:
+    """(how many of the first entries one call takes, the program for them)."""
+    count = tokens = blocks = 0
+    program = None
+    for entry in entries[:ENTRIES_PER_CALL]:
+        tokens, blocks = tokens + len(entry.tokens), blocks + len(entry.block_writes)
+        fitting = programs.admit_for(tokens, blocks)
+        if fitting is None:
+            break
+        count, program = count + 1, fitting
+    if program is None:
+        raise CapacityError(f"{tokens} tokens and {blocks} blocks of one request do not fit the admit executables")
+    return count, program

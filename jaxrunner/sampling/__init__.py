@@ -1,0 +1,1 @@
+"""Ops of the sampler, in their documented order."""

@@ -1,0 +1,1 @@
+"""One step, a file a stage: apply_diffs, prepare_inputs, forward, sample, commit; `step` composes them."""

@@ -1,0 +1,114 @@
+"""The step: the five stages composed into one pure function, and the two halves of it that a runner may split.
+
+    apply_diffs -> prepare_inputs -> forward -> sample -> commit
+
+The padding contract, which holds at every boundary between the stages:
+rows of padding map to the parking row; the tail of query_start_loc equals the number of live tokens; seq_lens, ids
+and positions are 0; slots are -1 and are masked by every consumer, because a negative index wraps in JAX even with
+mode="drop"; masked values are zeroed by `where` before a product, because 0 * NaN is NaN; attention over no keys gives
+zeros; a padded row samples -1, changes no counter and takes no random bits of a live row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxrunner.compile.buckets import Bucket, Tier
+from jaxrunner.models.model import Model
+from jaxrunner.pallas.implementation import Implementation
+from jaxrunner.stages.apply_diffs import apply_diffs
+from jaxrunner.stages.batch import BatchRequests, pad_requests
+from jaxrunner.stages.commit import commit
+from jaxrunner.stages.forward import forward
+from jaxrunner.stages.inputs import StepInput
+from jaxrunner.stages.prepare_inputs import build_batch
+from jaxrunner.stages.sample import LogitsFn, StepOutput, sample
+from jaxrunner.state.alive import check_alive
+from jaxrunner.state.runner_state import RunnerState
+
+
+@struct.dataclass
+class Pending:
+    """A step between its forward pass and its sampling.
+
+    hidden: [B, hidden], final hidden state at each request's last token. requests: the batch's per-request arrays.
+    """
+
+    hidden: jax.Array
+    requests: BatchRequests
+
+
+def step(
+    model: Model,
+    weights: Any,
+    state: RunnerState,
+    inputs: StepInput | jax.Array,
+    *,
+    bucket: Bucket,
+    logits_fn: LogitsFn | None = None,
+    implementation: Implementation = None,
+    return_hidden: bool = False,
+) -> tuple[RunnerState, StepOutput]:
+    """One step: run the scheduled tokens, sample, and return the new state and the output.
+
+    model: static. weights: the pytree `load` gave. state: not donated here; put `step` into your own `jax.jit` with
+    `donate_argnames="state"` to update the KV cache in place. inputs: a `StepInput`, or what `StepInput.pack(bucket)`
+    gave (an i32 vector, the form to pass through a jit). bucket: static shape, see `Ladder.pick`.
+    logits_fn: `logits_fn(logits f32[B, vocab], requests) -> f32[B, vocab]`. implementation: None for the best, a
+    name, or a name per op. return_hidden: put the final hidden states [T, hidden] into the output.
+
+    Raises CapacityError if the inputs do not fit the bucket, DonatedStateError for a consumed state.
+    """
+    check_alive(state)
+    packed = jnp.asarray(inputs.pack(bucket) if isinstance(inputs, StepInput) else inputs)
+    state, pending, hidden = _first_half(model, weights, state, packed, bucket=bucket, implementation=implementation)
+    state, output = finish_step(model, weights, state, pending, tier=bucket.tier, logits_fn=logits_fn)
+    return state, output.replace(hidden=hidden) if return_hidden else output
+
+
+def begin_step(
+    model: Model,
+    weights: Any,
+    state: RunnerState,
+    packed: jax.Array,
+    *,
+    bucket: Bucket,
+    pending_reqs: int,
+    implementation: Implementation = None,
+) -> tuple[RunnerState, Pending]:
+    """The first three stages. The result is padded to `pending_reqs` rows, so that one `finish_step` serves every
+    bucket: executables then add up instead of multiplying."""
+    state, pending, _ = _first_half(model, weights, state, packed, bucket=bucket, implementation=implementation)
+    extra = pending_reqs - pending.hidden.shape[0]
+    hidden = jnp.pad(pending.hidden, ((0, extra), (0, 0)))
+    return state, Pending(hidden=hidden, requests=pad_requests(pending.requests, pending_reqs))
+
+
+def finish_step(
+    model: Model,
+    weights: Any,
+    state: RunnerState,
+    pending: Pending,
+    *,
+    tier: Tier,
+    num_reqs: int | None = None,
+    logits_fn: LogitsFn | None = None,
+) -> tuple[RunnerState, StepOutput]:
+    """The last two stages, for the first `num_reqs` rows of `pending` (all by default)."""
+    rows = slice(0, num_reqs)
+    requests = BatchRequests(*(a[rows] for a in pending.requests))
+    output = sample(model, weights, state, pending.hidden[rows], requests, tier=tier, logits_fn=logits_fn)
+    return commit(state, requests, output.sampled_token_ids, output.num_sampled), output
+
+
+def _first_half(model, weights, state, packed, *, bucket, implementation):
+    if state.num_draft_tokens:
+        raise NotImplementedError("verifying draft tokens is not built; use init_state(num_draft_tokens=0)")
+    state = apply_diffs(state, packed, bucket=bucket)
+    batch = build_batch(state, packed, bucket=bucket, implementation=implementation)
+    state, hidden = forward(model, weights, state, batch, bucket=bucket, implementation=implementation)
+    return state, Pending(hidden=hidden[batch.logits_indices], requests=batch.requests), hidden

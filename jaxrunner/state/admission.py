@@ -1,0 +1,105 @@
+"""The admit executable: whole rows, prompts and long tables go up here, so that a steady step never pays for them.
+
+An entry names a row and rewrites all of it (every per-row field, the drafts, the number of blocks) or, with
+`write_record` 0, leaves the record and only adds tokens or blocks. Releasing a request is an entry of zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner.state.block_writes import apply_block_writes, check_block_writes, no_block_writes
+from jaxrunner.state.codec import Layout
+from jaxrunner.state.fields import RECORD_WIDTH, REQUEST_FIELDS
+from jaxrunner.state.runner_state import RunnerState
+
+ENTRIES_PER_CALL = 16
+
+
+@dataclasses.dataclass
+class AdmitEntry:
+    """row: state row. record: i32[RECORD_WIDTH] or None to leave it. tokens: known ids from position 0 on.
+
+    block_writes: i32[N, 4], see `jaxrunner.state.block_writes`.
+    """
+
+    row: int
+    record: np.ndarray | None = None
+    tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    block_writes: np.ndarray = dataclasses.field(default_factory=no_block_writes)
+
+
+def release_entry(row: int) -> AdmitEntry:
+    """The entry that empties a row."""
+    return AdmitEntry(row, record=np.zeros(RECORD_WIDTH, np.int32))
+
+
+def admit_layout(num_tokens: int, num_blocks: int, entries: int = ENTRIES_PER_CALL) -> Layout:
+    return Layout(
+        (
+            ("num_block_writes", ()),
+            ("num_entries", ()),
+            ("row", (entries,)),
+            ("write_record", (entries,)),
+            ("record", (entries, RECORD_WIDTH)),
+            ("token_end", (entries,)),
+            ("tokens", (num_tokens,)),
+            ("block_writes", (num_blocks, 4)),
+        )
+    )
+
+
+def pack_admit(layout: Layout, entries: list[AdmitEntry]) -> np.ndarray:
+    """One upload for up to ENTRIES_PER_CALL entries. Raises CapacityError when their tokens or blocks do not fit."""
+    writes = np.concatenate([e.block_writes for e in entries] or [no_block_writes()])
+    check_block_writes(writes)
+    zero = np.zeros(RECORD_WIDTH, np.int32)
+    return layout.pack(
+        {
+            "num_block_writes": len(writes),
+            "num_entries": len(entries),
+            "row": [e.row for e in entries],
+            "write_record": [int(e.record is not None) for e in entries],
+            "record": np.stack([zero if e.record is None else e.record for e in entries]),
+            "token_end": np.cumsum([len(e.tokens) for e in entries]),
+            "tokens": np.concatenate([e.tokens for e in entries]),
+            "block_writes": writes,
+        }
+    )
+
+
+def apply_admit(state: RunnerState, packed: jax.Array, *, layout: Layout) -> RunnerState:
+    """The state with the entries of `packed` (i32[layout.size]) applied. Pure; the runner donates `state`."""
+    part = layout.unpack(packed)
+    out_of_range = state.requests.num_rows
+    num_entries, capacity = part["row"].shape[0], part["tokens"].shape[0]
+    live = jnp.arange(num_entries) < part["num_entries"]
+    rewritten = jnp.where(live & (part["write_record"] == 1), part["row"], out_of_range)
+    width = len(REQUEST_FIELDS)
+
+    requests, sampling, tables = state.requests, state.sampling, state.tables
+    requests = requests.replace(counters=requests.counters.at[rewritten].set(part["record"][:, :width], mode="drop"))
+    sampling = sampling.replace(params=sampling.params.at[rewritten].set(part["record"][:, width:], mode="drop"))
+    tables = tables.replace(num_blocks=tables.num_blocks.at[rewritten].set(0, mode="drop"))
+    if requests.draft_tokens is not None:
+        requests = requests.replace(draft_tokens=requests.draft_tokens.at[rewritten].set(0, mode="drop"))
+
+    index = jnp.arange(capacity, dtype=jnp.int32)
+    ends = jnp.where(live, part["token_end"], jnp.iinfo(jnp.int32).max)
+    entry = jnp.minimum(jnp.searchsorted(ends, index, side="right", method="compare_all"), num_entries - 1)
+    start = jnp.where(entry > 0, part["token_end"][entry - 1], 0)
+    total = part["token_end"][jnp.maximum(part["num_entries"] - 1, 0)]
+    row = jnp.where((index < total) & (part["num_entries"] > 0), part["row"][entry], out_of_range)
+    token_ids = requests.token_ids.at[row, index - start].set(part["tokens"], mode="drop")
+
+    extras = {name: value.at[rewritten].set(0, mode="drop") for name, value in state.extras.items()}
+    return state.replace(
+        requests=requests.replace(token_ids=token_ids),
+        sampling=sampling,
+        tables=apply_block_writes(tables, part["block_writes"], part["num_block_writes"]),
+        extras=extras,
+    )

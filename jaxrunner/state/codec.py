@@ -1,0 +1,76 @@
+"""The packed upload: named int32 sections in one vector, declared once and read by both sides.
+
+The host packs a fresh vector for every call and never writes it again: JAX may alias a NumPy buffer instead of
+copying it, so a later write would change what the device reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from jaxrunner.errors import CapacityError
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """sections: (name, shape) in order. A vector of zeros is valid and does nothing."""
+
+    sections: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.sections)
+
+    def shape_of(self, section: str) -> tuple[int, ...]:
+        return dict(self.sections)[section]
+
+    def pack(self, values: Mapping[str, np.ndarray | int | list]) -> np.ndarray:
+        """A fresh i32[size] vector, read-only. A section may be given shorter than its shape along axis 0.
+
+        Raises CapacityError for a value that is longer than its section and OverflowError for one that does not fit
+        32 bits (JAX itself would cut it without a word).
+        """
+        if unknown := set(values) - {name for name, _ in self.sections}:
+            raise KeyError(f"no section is called {sorted(unknown)}")
+        vector = np.zeros(self.size, np.int32)
+        offset = 0
+        for name, shape in self.sections:
+            size = math.prod(shape)
+            if name in values:
+                _fill(vector[offset : offset + size].reshape(shape), values[name], name)
+            offset += size
+        vector.flags.writeable = False
+        return vector
+
+    def unpack(self, vector: jax.Array) -> dict[str, jax.Array]:
+        """The sections of a vector, inside or outside of a trace."""
+        if vector.shape != (self.size,) or vector.dtype != np.int32:
+            raise ValueError(f"expected i32[{self.size}], got {vector.dtype}{list(vector.shape)}")
+        parts, offset = {}, 0
+        for name, shape in self.sections:
+            size = math.prod(shape)
+            parts[name] = vector[offset : offset + size].reshape(shape)
+            offset += size
+        return parts
+
+
+def _fill(section: np.ndarray, value: np.ndarray | int | list, name: str) -> None:
+    array = np.asarray(value)
+    if section.ndim == 0:
+        array = array.reshape(())
+    elif len(array) > len(section):
+        raise CapacityError(f"{len(array)} entries do not fit the section {name!r} of {len(section)}")
+    if array.dtype != np.int32 and array.size:
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"section {name!r} takes integers, got {array.dtype}; floats go in bit-cast")
+        if array.min() < -(2**31) or array.max() >= 2**31:
+            raise OverflowError(f"section {name!r} holds a number that does not fit 32 bits")
+    if section.ndim == 0:
+        section[...] = array
+    else:
+        section[: len(array)] = array

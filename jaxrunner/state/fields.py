@@ -1,0 +1,69 @@
+"""The per-row fields of a request, declared once.
+
+A row of `RequestState.counters` and of `SamplingState.params` is a vector of 32-bit words. This module says which
+column is which; admission, the accessors of the state, the audit and the tests all read it here, so a field that is
+added cannot be forgotten by one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One column: its name, `"i32"` or `"f32"` (stored bit-cast), and what it means."""
+
+    name: str
+    dtype: str
+    doc: str
+
+
+REQUEST_FIELDS: tuple[Field, ...] = (
+    Field("prompt_len", "i32", "tokens the user sent"),
+    Field("prefill_len", "i32", "tokens known at (re)admission; more than prompt_len after a preemption"),
+    Field("total_len", "i32", "tokens known now, the newest one included although it has no KV yet"),
+    Field("num_computed_tokens", "i32", "tokens whose KV is in the cache; the device's number is the truth"),
+    Field("last_sampled_token", "i32", "input id of the next decode step"),
+)
+
+SAMPLING_FIELDS: tuple[Field, ...] = (
+    Field("temperature", "f32", "0 means greedy"),
+    Field("seed_lo", "i32", "low word of the 64-bit seed"),
+    Field("seed_hi", "i32", "high word of the 64-bit seed"),
+)
+
+REQUEST_COLUMN: dict[str, int] = {f.name: i for i, f in enumerate(REQUEST_FIELDS)}
+SAMPLING_COLUMN: dict[str, int] = {f.name: i for i, f in enumerate(SAMPLING_FIELDS)}
+RECORD_FIELDS: tuple[Field, ...] = REQUEST_FIELDS + SAMPLING_FIELDS
+RECORD_WIDTH = len(RECORD_FIELDS)
+
+
+def encode_record(values: Mapping[str, int | float]) -> np.ndarray:
+    """One admission record, i32[RECORD_WIDTH]: every per-row field, floats bit-cast.
+
+    Raises KeyError for a field that is missing or unknown: an admission rewrites the whole row or nothing.
+    """
+    names = {f.name for f in RECORD_FIELDS}
+    if set(values) != names:
+        raise KeyError(f"record fields differ from the declaration: {sorted(names ^ set(values))}")
+    words = np.empty(RECORD_WIDTH, np.int32)
+    for column, field in enumerate(RECORD_FIELDS):
+        value = values[field.name]
+        words[column] = np.float32(value).view(np.int32) if field.dtype == "f32" else _as_int32(value)
+    return words
+
+
+def split_seed(seed: int) -> tuple[int, int]:
+    """(low, high) words of a 64-bit seed as signed 32-bit numbers."""
+    low, high = np.array([seed & (2**64 - 1)], np.uint64).view(np.int32)
+    return int(low), int(high)
+
+
+def _as_int32(value: int | float) -> np.int32:
+    if not -(2**31) <= value < 2**31:
+        raise OverflowError(f"{value} does not fit 32 bits")
+    return np.int32(value)

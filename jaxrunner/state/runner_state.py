@@ -1,0 +1,133 @@
+"""`RunnerState`: all that one step reads and rewrites, as one immutable pytree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxrunner.errors import AdmissionError
+from jaxrunner.models.model import Model
+from jaxrunner.state.block_tables import BlockTables, KVGroup, table_width
+from jaxrunner.state.fields import REQUEST_FIELDS, SAMPLING_FIELDS
+from jaxrunner.state.kv_cache import KVCache
+from jaxrunner.state.requests import RequestState
+from jaxrunner.state.sampling import SamplingState
+
+MAX_INT32 = 2**31 - 1
+
+
+@struct.dataclass
+class RunnerState:
+    """requests, tables, sampling, kv: see their modules. extras: per-row arrays of later features, by name.
+
+    A state is a value: keeping one and stepping from it again replays the step. Once a runner that donates has
+    consumed it, it is gone (`DonatedStateError`).
+    """
+
+    requests: RequestState
+    tables: BlockTables
+    sampling: SamplingState
+    kv: KVCache
+    extras: dict[str, Any] = struct.field(default_factory=dict)
+
+    @property
+    def max_requests(self) -> int:
+        """Requests it can hold: all rows but the parking row."""
+        return self.requests.num_rows - 1
+
+    @property
+    def max_model_len(self) -> int:
+        return self.requests.max_model_len
+
+    @property
+    def num_draft_tokens(self) -> int:
+        drafts = self.requests.draft_tokens
+        return 0 if drafts is None else drafts.shape[1]
+
+
+def init_state(
+    model: Model,
+    *,
+    max_requests: int,
+    max_model_len: int,
+    num_blocks: int | tuple[int, ...],
+    block_size: int = 16,
+    blocks_per_kv_block: int = 1,
+    kv_dtype: str | None = None,
+    num_draft_tokens: int = 0,
+    groups: tuple[KVGroup, ...] | None = None,
+) -> RunnerState:
+    """An empty state.
+
+    max_requests: requests that can be in it at a time (one more row is kept for padding).
+    max_model_len: most tokens of a request, prompt and outputs together.
+    num_blocks: kernel blocks of each group's cache, the null block included; one number for all groups or one each.
+    block_size: tokens in a kernel block. blocks_per_kv_block: kernel blocks in a block of the allocator.
+    kv_dtype: dtype of the cache, the model's by default.
+    num_draft_tokens: K, width of the draft table.
+    groups: how layers share block tables; by default one group for each distinct sliding window.
+
+    Every leaf is an array of its own, so the whole state may be donated. Raises AdmissionError for sizes that cannot
+    work, with the limit in the message.
+    """
+    _check_sizes(model, max_requests, max_model_len, block_size, blocks_per_kv_block)
+    groups = groups or tuple(
+        KVGroup(layers, model.layers[layers[0]].window, block_size, blocks_per_kv_block) for layers in model.kv_groups
+    )
+    counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
+    if len(counts) != len(groups):
+        raise AdmissionError(f"num_blocks has {len(counts)} entries but this model has {len(groups)} KV-cache groups")
+    for count, group in zip(counts, groups, strict=True):
+        _check_blocks(count, group)
+
+    rows = max_requests + 1
+    dtype = jnp.dtype(kv_dtype or model.dtype)
+    widths = [table_width(max_model_len, g.block_size, num_draft_tokens + 1) for g in groups]
+    return RunnerState(
+        requests=RequestState(
+            token_ids=jnp.zeros((rows, max_model_len), jnp.int32),
+            counters=jnp.zeros((rows, len(REQUEST_FIELDS)), jnp.int32),
+            draft_tokens=jnp.zeros((rows, num_draft_tokens), jnp.int32) if num_draft_tokens else None,
+        ),
+        tables=BlockTables(
+            block_table=tuple(jnp.zeros((rows, w), jnp.int32) for w in widths),
+            num_blocks=jnp.zeros((rows, len(groups)), jnp.int32),
+            groups=groups,
+        ),
+        sampling=SamplingState(params=jnp.zeros((rows, len(SAMPLING_FIELDS)), jnp.int32)),
+        kv=KVCache(
+            blocks=tuple(
+                jnp.zeros((len(g.layers), 2, n, g.block_size, model.num_kv_heads, model.head_dim), dtype)
+                for n, g in zip(counts, groups, strict=True)
+            )
+        ),
+    )
+
+
+def _check_sizes(model: Model, max_requests: int, max_model_len: int, block_size: int, per_kv_block: int) -> None:
+    if max_requests < 1:
+        raise AdmissionError(f"max_requests is {max_requests}; at least 1 is needed")
+    if not 1 <= max_model_len <= model.max_position_embeddings:
+        raise AdmissionError(
+            f"max_model_len is {max_model_len}; this model's positions end at {model.max_position_embeddings}. "
+            "Ask for less, or load the model with a larger max_position_embeddings and a rope scaling that covers it."
+        )
+    if block_size < 1 or per_kv_block < 1:
+        raise AdmissionError(f"block_size {block_size} and blocks_per_kv_block {per_kv_block} must be at least 1")
+
+
+def _check_blocks(num_blocks: int, group: KVGroup) -> None:
+    limit = MAX_INT32 // group.block_size
+    if not 2 <= num_blocks <= limit:
+        raise AdmissionError(
+            f"num_blocks is {num_blocks}; with block_size {group.block_size} it must lie in 2..{limit}: block 0 is the "
+            "null block, and a slot number has 32 bits. Use larger blocks to address more tokens."
+        )
+
+
+def host_view(array: Any) -> np.ndarray:
+    """A host copy of a small state array. A copy, since a live view of a leaf would silently stop its donation."""
+    return np.array(array)
