@@ -22,7 +22,6 @@ from jaxrunner.state.fields import REQUEST_COLUMN
 from jaxrunner.state.records import check_token_ids, request_record
 from jaxrunner.state.requests import PARKING_ROW
 from jaxrunner.state.runner_state import RunnerState, host_view
-from jaxrunner.state.sampling import SamplingState
 
 
 def admit(
@@ -75,7 +74,7 @@ def plan(state: RunnerState, num_tokens: Mapping[int, int]) -> StepInput:
             raise AdmissionError(f"row {row} has {known} token(s) to run, {count} were asked for")
         writes.append(view.cover(row, view.computed(row) + count))
     rows = np.fromiter(num_tokens, np.int32, len(num_tokens))
-    temperature = np.asarray(SamplingState(jnp.asarray(host_view(state.sampling.params)[rows])).temperature)
+    temperature = host_view(state.sampling.temperature)[rows]
     return StepInput(
         idx_mapping=rows,
         num_scheduled_tokens=np.fromiter(num_tokens.values(), np.int32, len(num_tokens)),

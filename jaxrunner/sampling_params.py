@@ -76,6 +76,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value != nothing and value not in EQUAL_TO_NOTHING.get(name, ()):
                 raise NotBuiltError(f"SamplingParams.{name}={value!r} is not built yet; leave it at {nothing!r}")
+            object.__setattr__(self, name, nothing)
 
     @property
     def is_greedy(self) -> bool:

@@ -65,8 +65,8 @@ class ProgramSet:
         admits = [Program("admit", size=n) for n in self._admit_sizes]
         begins = [self.begin(self.ladder.mixed_bucket(n, "greedy")) for n in self.ladder.mixed]
         finishes = [Program("finish", size=n, tier=t) for t in self.ladder.tiers for n in self.ladder.finish]
-        steps = [Program("step", self.ladder.decode_bucket(n, t)) for t in self.ladder.tiers for n in self.ladder.decode]
-        return admits + begins + finishes + steps
+        decodes = [self.ladder.decode_bucket(n, tier) for tier in self.ladder.tiers for n in self.ladder.decode]
+        return admits + begins + finishes + [Program("step", bucket) for bucket in decodes]
 
     def begin(self, bucket: Bucket) -> Program:
         return Program("begin", bucket.replace(tier="greedy"))

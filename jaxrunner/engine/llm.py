@@ -30,7 +30,9 @@ class LLM:
     warm_up: compile the whole ladder now instead of each bucket at its first use.
     """
 
-    def __init__(self, model: str | None = None, *, dtype: str = "float32", warm_up: bool = False, seed: int = 0, **options: Any):
+    def __init__(
+        self, model: str | None = None, *, dtype: str = "float32", warm_up: bool = False, seed: int = 0, **options: Any
+    ):
         self.model, weights, self.tokenizer = load(model, dtype=dtype)
         config = runner_config(self.model, **options)
         self.runner = DeviceRunner(self.model, weights, config, seed=seed)
@@ -40,7 +42,9 @@ class LLM:
             self.runner.warm_up()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs in the order of the prompts.
 
@@ -48,9 +52,9 @@ class LLM:
         checked before any is run. Raises AdmissionError naming the prompt that cannot be run.
         """
         requests = self._requests(_as_list(prompts), sampling_params)
-        for request in requests:
-            self.scheduler.add(request)
         try:
+            for request in requests:
+                self.scheduler.add(request)
             while any(r.finish_reason is None for r in requests):
                 self.step()
         except BaseException:
@@ -86,13 +90,17 @@ class LLM:
         self, messages: Sequence[Mapping[str, str]], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]:
         """Complete one conversation, written out by the model's chat template."""
-        return self.generate(self.chat_prompt(messages), sampling_params)
+        return self.generate([self.chat_prompt(messages)], sampling_params)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt text of a conversation. Raises AdmissionError if the model has no chat template."""
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The token ids of a conversation. Raises AdmissionError if the model has no chat template.
+
+        The template writes the special tokens itself, so encoding adds none.
+        """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise AdmissionError("this model has no chat template; send a plain prompt")
-        return self.tokenizer.apply_chat_template(list(messages))
+        text = self.tokenizer.apply_chat_template(list(messages))
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def step(self) -> list[Request]:
         """One engine step: schedule, run, take the tokens. Returns the requests that got one."""
@@ -117,15 +125,18 @@ class LLM:
         if isinstance(prompt, Mapping):
             if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
                 raise AdmissionError(f"a prompt has no field {sorted(unknown)}; use prompt or prompt_token_ids")
-            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+            return self._request(prompt.get("prompt_token_ids", prompt.get("prompt")), params)
         text = prompt if isinstance(prompt, str) else None
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise AdmissionError("this model has no tokenizer; send token ids")
-            prompt = self.tokenizer.encode(prompt).ids
-        ids = check_token_ids(prompt, self.model.vocab_size).tolist()
+        ids = check_token_ids(self._encode(prompt), self.model.vocab_size).tolist()
         check_stop_ids(params, self.model.vocab_size)
         return Request(f"req-{next(self._ids)}", ids, params, self.model.eos_token_ids, text)
+
+    def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise AdmissionError("this model has no tokenizer; send token ids")
+        return self.tokenizer.encode(prompt).ids
 
     def _output(self, request: Request, text: str | None = None) -> RequestOutput:
         ids = list(request.output_token_ids)
@@ -143,5 +154,7 @@ def check_stop_ids(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence | Mapping))
-    return [prompts] if one else prompts  # type: ignore[return-value, list-item]
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    is_ids = len(prompts) > 0 and not isinstance(prompts[0], str | Sequence | Mapping)
+    return [prompts] if is_ids else prompts  # type: ignore[return-value, list-item]

@@ -35,8 +35,8 @@ class Scheduler:
         length, limit = len(request.prompt_token_ids), self.config.max_model_len
         if length > limit:
             raise AdmissionError(
-                f"request {request.request_id!r}: a prompt of {length} tokens exceeds max_model_len {limit}; shorten it "
-                "or start with a larger max_model_len"
+                f"request {request.request_id!r}: a prompt of {length} tokens exceeds max_model_len {limit}; "
+                "shorten it or start with a larger max_model_len"
             )
         if (need := self._blocks_needed(request)) > self.pools[0].num_usable:
             raise AdmissionError(
@@ -87,9 +87,7 @@ class Scheduler:
             count = min(len(request.prompt_token_ids), budget)
             tokens[request.request_id] = count
             budget -= count
-            new.append(
-                NewRequestData(request.request_id, request.prompt_token_ids, request.params, request.blocks)
-            )
+            new.append(NewRequestData(request.request_id, request.prompt_token_ids, request.params, request.blocks))
             request.num_computed_tokens = count
         finished, self._finished = self._finished, set()
         return SchedulerOutput(

@@ -8,6 +8,7 @@ through, never scanned over, which would copy it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,9 +19,9 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxrunner.models.layers import apply_rope, linear, rms_norm, rotary_table
 from jaxrunner.models.model import LayerSpec, Model
 from jaxrunner.pallas.attention import attention
+from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.pallas.kv_write import kv_write
-from jaxrunner.pallas.attention_metadata import AttentionMetadata
 
 
 def forward(
@@ -105,7 +106,7 @@ def _layer(
 
 def _frozen(implementation: Implementation):
     """Hashable form of an implementation choice, for a static argument."""
-    return implementation if implementation is None or isinstance(implementation, str) else tuple(implementation.items())
+    return tuple(implementation.items()) if isinstance(implementation, Mapping) else implementation
 
 
 def _thawed(implementation) -> Implementation:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
+from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.state.kv_cache import KEY, VALUE
 
 CHUNK_TOKENS = 256

@@ -6,8 +6,7 @@ import jax
 from flax import struct
 
 
-@struct.dataclass
-class AttentionMetadata:
+class AttentionMetadata(struct.PyTreeNode):
     """What attention of one KV-cache group needs. Built once a step, shared by every layer of the group.
 
     query_start_loc: i32[B + 1]. seq_lens: i32[B]. num_reqs: i32 scalar. block_table: i32[B, W].

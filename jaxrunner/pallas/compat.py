@@ -17,13 +17,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrunner.errors import ImplementationError
 
+try:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+except ImportError as error:  # a jaxlib without the Mosaic GPU dialect
+    pl = plgpu = None
+    _import_error = str(error)
+
 MINIMUM_JAX = (0, 11)
-MINIMUM_COMPUTE_CAPABILITY = 9.0
+MINIMUM_COMPUTE_CAPABILITY = (9, 0)
 LANES = 128
 """Threads of a warpgroup; a vector in a kernel has a multiple of this many elements."""
 CUSTOM_CALL = "mosaic_gpu_v2"
@@ -37,7 +42,7 @@ def unavailable_reason() -> str | None:
     version = tuple(int(part) for part in jax.__version__.split(".")[:2])
     if version < MINIMUM_JAX:
         return f"it needs jax {MINIMUM_JAX[0]}.{MINIMUM_JAX[1]} or newer (Python 3.12), this is {jax.__version__}"
-    return None
+    return f"this jaxlib has no Mosaic GPU: {_import_error}" if plgpu is None else None
 
 
 def refusal() -> str | None:
@@ -51,9 +56,10 @@ def refusal() -> str | None:
             f"the backend is {jax.default_backend()!r}, not 'gpu'. Use implementation='xla', or run it under "
             "jaxrunner.pallas.compat.interpreting() or lower_for_cuda() to test it without a GPU"
         )
-    capability = float(getattr(jax.devices()[0], "compute_capability", MINIMUM_COMPUTE_CAPABILITY))
-    if capability < MINIMUM_COMPUTE_CAPABILITY:
-        return f"it needs compute capability {MINIMUM_COMPUTE_CAPABILITY} (Hopper), this GPU has {capability}"
+    capability = str(getattr(jax.devices()[0], "compute_capability", "none"))
+    parts = capability.split(".")
+    if not all(part.isdigit() for part in parts) or tuple(map(int, parts)) < MINIMUM_COMPUTE_CAPABILITY:
+        return f"it needs compute capability 9.0 (Hopper) or newer, this GPU has {capability}"
     return None
 
 

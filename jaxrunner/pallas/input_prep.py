@@ -68,13 +68,22 @@ def input_prep(
     Input ids: a position below the prefill length takes the known token; a decode takes the last sampled token, which
     never left the device, followed by its drafts.
     """
-    arrays = (idx_mapping, query_start_loc, num_reqs, counters, token_ids, block_tables, num_blocks)
-    arrays += (draft_tokens, num_draft_tokens)
+    run = input_prep_xla
     if resolve("input_prep", implementation) == "mosaic":
-        from jaxrunner.pallas.input_prep_mosaic import input_prep_mosaic
-
-        return input_prep_mosaic(*arrays, num_tokens=num_tokens, block_sizes=block_sizes)
-    return input_prep_xla(*arrays, num_tokens=num_tokens, block_sizes=block_sizes)
+        from jaxrunner.pallas.input_prep_mosaic import input_prep_mosaic as run
+    return run(
+        idx_mapping,
+        query_start_loc,
+        num_reqs,
+        counters,
+        token_ids,
+        block_tables,
+        num_blocks,
+        draft_tokens,
+        num_draft_tokens,
+        num_tokens=num_tokens,
+        block_sizes=block_sizes,
+    )
 
 
 def input_prep_xla(

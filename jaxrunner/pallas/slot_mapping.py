@@ -52,18 +52,19 @@ def slot_mapping(
         return jnp.full(positions.shape, PAD_SLOT_ID, jnp.int32)
     if mode != "token_to_kv_slot":
         raise ValueError(f"unknown slot mapping mode {mode!r}; use 'token_to_kv_slot' or 'none'")
-    static = dict(
+    run = slot_mapping_xla
+    if resolve("slot_mapping", implementation) == "mosaic":
+        from jaxrunner.pallas.slot_mapping_mosaic import slot_mapping_mosaic as run
+    return run(
+        query_start_loc,
+        positions,
+        block_table,
         block_size=block_size,
         blocks_per_kv_block=blocks_per_kv_block,
         cp_world_size=cp_world_size,
         cp_rank=cp_rank,
         cp_interleave=cp_interleave,
     )
-    if resolve("slot_mapping", implementation) == "mosaic":
-        from jaxrunner.pallas.slot_mapping_mosaic import slot_mapping_mosaic
-
-        return slot_mapping_mosaic(query_start_loc, positions, block_table, **static)
-    return slot_mapping_xla(query_start_loc, positions, block_table, **static)
 
 
 def slot_mapping_xla(

@@ -50,7 +50,9 @@ class DeviceRunner:
     seed: requests without a seed of their own get one derived from it and their order of arrival.
     """
 
-    def __init__(self, model: Model, weights: Any, config: RunnerConfig, *, ladder: Ladder | None = None, seed: int = 0):
+    def __init__(
+        self, model: Model, weights: Any, config: RunnerConfig, *, ladder: Ladder | None = None, seed: int = 0
+    ):
         self.model = model
         self.weights = weights
         self.config = config
@@ -73,7 +75,7 @@ class DeviceRunner:
         num_rows = config.max_num_seqs + 1
         self._num_blocks = np.zeros((num_rows, len(self.groups)), np.int32)
         self._is_random = np.zeros(num_rows, bool)
-        self._seeds = np.random.SeedSequence(seed)
+        self._seed = seed
         self._num_admitted = 0
         self._parked: Parked | None = None
 
@@ -135,9 +137,10 @@ class DeviceRunner:
             self._num_blocks[row] = 0
             self._is_random[row] = False
         self._apply_admissions([release_entry(row) for row in sorted(released)] + entries)
+        cached = so.scheduled_cached_reqs
         writes = [
             self._block_writes(self.rows[req_id], blocks)
-            for req_id, blocks in zip(so.scheduled_cached_reqs.req_ids, so.scheduled_cached_reqs.new_block_ids, strict=True)
+            for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
             if blocks is not None
         ]
         return np.concatenate(writes or [no_block_writes()])
@@ -200,8 +203,8 @@ class DeviceRunner:
 
     def _next_seed(self) -> int:
         self._num_admitted += 1
-        words = np.random.SeedSequence(self._seeds.entropy, spawn_key=(self._num_admitted,)).generate_state(1, np.uint64)
-        return int(words[0])
+        sequence = np.random.SeedSequence(self._seed, spawn_key=(self._num_admitted,))
+        return int(sequence.generate_state(1, np.uint64)[0])
 
     def _block_writes(self, row: int, block_ids: Iterable[list[int]]) -> np.ndarray:
         """Writes that append allocator blocks to a row's tables."""

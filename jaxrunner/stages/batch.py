@@ -12,8 +12,7 @@ from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.state.block_tables import BlockTables
 
 
-@struct.dataclass
-class StepBatch:
+class StepBatch(struct.PyTreeNode):
     """B requests and T tokens after padding, K draft tokens, G KV-cache groups. All int32.
 
     num_reqs: scalar, live requests. idx_mapping: [B], state row of each request, 0 (parking) in padding.

@@ -58,7 +58,7 @@ class StepInput:
         starts = np.zeros(bucket.num_reqs + 1, np.int32)
         np.cumsum(self.num_scheduled_tokens, out=starts[1 : self.num_reqs + 1])
         starts[self.num_reqs + 1 :] = starts[self.num_reqs]
-        values = {
+        values: dict[str, np.ndarray | int | list] = {
             "num_reqs": self.num_reqs,
             "num_block_writes": len(self.block_writes),
             "idx_mapping": self.idx_mapping,

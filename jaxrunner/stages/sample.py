@@ -20,8 +20,7 @@ NO_TOKEN = -1
 LogitsFn = Callable[[jax.Array, BatchRequests], jax.Array]
 
 
-@struct.dataclass
-class StepOutput:
+class StepOutput(struct.PyTreeNode):
     """sampled_token_ids: i32[B, K + 1], -1 where nothing was sampled. num_sampled: i32[B].
 
     logprobs: None until asked for. hidden: [T, hidden] final hidden states when the step was asked to return them.

@@ -31,8 +31,7 @@ from jaxrunner.state.alive import check_alive
 from jaxrunner.state.runner_state import RunnerState
 
 
-@struct.dataclass
-class Pending:
+class Pending(struct.PyTreeNode):
     """A step between its forward pass and its sampling.
 
     hidden: [B, hidden], final hidden state at each request's last token. requests: the batch's per-request arrays.

@@ -23,7 +23,7 @@ def audit(state: RunnerState, *, shared_blocks: bool = False) -> None:
     counters = host_view(state.requests.counters)
     _check_parking_row(state, counters)
     for row in np.flatnonzero(counters[:, REQUEST_COLUMN["total_len"]]):
-        _check_lengths(row, {name: int(counters[row, c]) for name, c in REQUEST_COLUMN.items()}, state)
+        _check_lengths(int(row), {name: int(counters[row, c]) for name, c in REQUEST_COLUMN.items()}, state)
     for g in range(len(state.tables.groups)):
         _check_blocks(state, g, shared_blocks)
 

@@ -37,8 +37,7 @@ class KVGroup:
         return self.block_size * self.blocks_per_kv_block
 
 
-@struct.dataclass
-class BlockTables:
+class BlockTables(struct.PyTreeNode):
     """block_table: per group i32[R, W], kernel block ids; num_blocks: i32[R, G], columns in use; groups: static."""
 
     block_table: tuple[jax.Array, ...]

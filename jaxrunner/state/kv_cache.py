@@ -13,8 +13,7 @@ from flax import struct
 KEY, VALUE = 0, 1
 
 
-@struct.dataclass
-class KVCache:
+class KVCache(struct.PyTreeNode):
     """blocks: per group [layers of the group, 2, num_blocks, block_size, num_kv_heads, head_dim]."""
 
     blocks: tuple[jax.Array, ...]

@@ -14,8 +14,7 @@ from jaxrunner.state.fields import REQUEST_COLUMN
 PARKING_ROW = 0
 
 
-@struct.dataclass
-class RequestState:
+class RequestState(struct.PyTreeNode):
     """R rows, the parking row included; L = max_model_len; K draft tokens.
 
     token_ids: i32[R, L], prompt and outputs.

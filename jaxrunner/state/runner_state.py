@@ -19,8 +19,7 @@ from jaxrunner.state.sampling import SamplingState
 MAX_INT32 = 2**31 - 1
 
 
-@struct.dataclass
-class RunnerState:
+class RunnerState(struct.PyTreeNode):
     """requests, tables, sampling, kv: see their modules. extras: per-row arrays of later features, by name.
 
     A state is a value: keeping one and stepping from it again replays the step. Once a runner that donates has

@@ -10,8 +10,7 @@ from jax import lax
 from jaxrunner.state.fields import SAMPLING_COLUMN
 
 
-@struct.dataclass
-class SamplingState:
+class SamplingState(struct.PyTreeNode):
     """params: i32[R, len(SAMPLING_FIELDS)], floats bit-cast; see `jaxrunner.state.fields`."""
 
     params: jax.Array

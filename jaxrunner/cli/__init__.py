@@ -1,0 +1,20 @@
+"""The command line: `jaxrunner generate`, `score` and `doctor`. JAX is imported when a command runs, not before."""
+
+from __future__ import annotations
+
+import typer
+
+from jaxrunner.cli.doctor import doctor
+from jaxrunner.cli.generate import generate
+from jaxrunner.cli.score import score
+
+app = typer.Typer(
+    name="jaxrunner",
+    help="A GPU model runner in JAX: immutable request state, one compiled step per bucket, Pallas kernels.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.command()(generate)
+app.command()(score)
+app.command()(doctor)

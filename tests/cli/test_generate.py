@@ -1,0 +1,133 @@
+import json
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxrunner.cli import app
+from tests.conftest import GOLDEN
+
+TINY = str(GOLDEN / "tiny" / "llama")
+GREEDY = json.loads((GOLDEN / "tiny" / "llama" / "golden.json").read_text())["greedy"]
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["generate", *map(str, args)])
+
+
+def prompt_ids(index):
+    import numpy as np
+
+    with np.load(GOLDEN / "tiny" / "llama" / "golden.npz") as golden:
+        return ",".join(map(str, golden[f"input_ids_{index}"].ravel().tolist()))
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_json_is_one_object_with_the_golden_ids(index):
+    options = ("--max-tokens", 16, "--temperature", 0, "--ignore-eos", "--json")
+    result = run("--model", TINY, "--prompt-ids", prompt_ids(index), *options)
+    assert result.exit_code == 0, result.stderr
+    expected = {"token_ids": GREEDY[index]["ids"], "text": "", "finish_reason": "length"}
+    assert json.loads(result.stdout) == expected
+    assert "compiled" in result.stderr
+    assert "16 new in" in result.stderr
+
+
+def test_nothing_is_compiled_while_the_text_comes():
+    result = run("--model", TINY, "--prompt-ids", ",".join(["7"] * 20), "--max-tokens", 3)
+    assert result.exit_code == 0, result.stderr
+    assert "on demand" not in result.stderr
+
+
+def test_ids_are_streamed_where_the_model_has_no_tokenizer():
+    result = run("--model", TINY, "--prompt-ids", prompt_ids(0), "--max-tokens", 4, "--ignore-eos")
+    assert result.stdout == " ".join(map(str, GREEDY[0]["ids"][:4])) + "\n"
+
+
+def test_a_seed_decides_the_draws():
+    options = (
+        "--model",
+        TINY,
+        "--prompt-ids",
+        "1,2,3",
+        "--max-tokens",
+        12,
+        "--temperature",
+        1.5,
+        "--ignore-eos",
+        "--json",
+    )
+    first, again, other = (run(*options, "--seed", seed).stdout for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("a text", "--prompt-ids", "1,2"),
+        ("--prompt-ids", "1,two"),
+        ("--prompt-ids", ""),
+        ("--prompt-ids", "1,2", "--max-tokens", 0),
+        ("--prompt-ids", "1,2", "--temperature", -1),
+        ("--no-such-option",),
+    ],
+    ids=str,
+)
+def test_usage_errors_exit_with_2(args):
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--model", "/no/such/model", "--prompt-ids", "1"), "does not exist"),
+        (("--model", TINY, "--prompt-ids", "1", "--dtype", "int7"), "int7"),
+        (("--model", TINY, "--prompt-ids", "1,9999"), "token id 9999 at position 1"),
+        (("--model", TINY, "--prompt-ids", "-1"), "token id -1"),
+        (("--model", TINY, "a text"), "no tokenizer; use --prompt-ids"),
+        (("--model", TINY, "--prompt-ids", "1,2,3,4", "--max-model-len", 3), "exceeds max_model_len 3"),
+        (("--model", TINY, "--prompt-ids", "1", "--max-model-len", 100000), "positions end at 128"),
+        (("--model", TINY, "--prompt-ids", "1", "--seed", 2**64), "does not fit 64 bits"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_errors_of_the_package_are_one_line_and_exit_with_1(args, message):
+    result = run(*args)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_help_lists_the_commands_without_importing_jax():
+    import subprocess
+    import sys
+
+    code = "import sys, jaxrunner.cli; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
+    text = CliRunner().invoke(app, ["--help"]).stdout
+    assert all(name in text for name in ("generate", "score", "doctor"))
+
+
+@pytest.mark.smollm2
+def test_the_default_model_answers_with_its_chat_template():
+    result = run("What is the capital of France?", "--max-tokens", 16)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == "The capital of France is Paris.\n"
+
+
+@pytest.mark.smollm2
+def test_raw_continues_the_text():
+    prompts = {p["name"]: p for p in json.loads((GOLDEN / "smollm2" / "prompts.json").read_text())}
+    golden = json.loads((GOLDEN / "smollm2" / "f32.json").read_text())["prompts"]
+    expected = (
+        next(g for g in golden.values() if g.get("name") == "raw_story")
+        if "raw_story" not in golden
+        else golden["raw_story"]
+    )
+    result = run(prompts["raw_story"]["text"], "--raw", "--max-tokens", 12, "--ignore-eos", "--json")
+    assert json.loads(result.stdout)["token_ids"] == expected["greedy"][:12]

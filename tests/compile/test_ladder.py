@@ -1,0 +1,89 @@
+"""Buckets and ladders: plain data, exact maxima, and one pick per step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxrunner import Bucket, Ladder, StepInput
+from jaxrunner.compile.ladder import geometric
+from jaxrunner.errors import CapacityError
+from jaxrunner.models.model import LayerSpec, Model
+from jaxrunner.state.block_tables import KVGroup
+
+MODEL = Model("LlamaForCausalLM", 64, 16, 32, 2, 1, 8, (LayerSpec(),))
+
+
+def inputs(*counts: int, tier="greedy") -> StepInput:
+    rows = np.arange(1, len(counts) + 1, dtype=np.int32)
+    zero = np.zeros(len(counts), np.int32)
+    return StepInput(rows, np.array(counts, np.int32), zero, (KVGroup((0,)),), tier=tier)
+
+
+def test_the_last_rung_is_the_exact_maximum():
+    assert geometric(1, 35, 2) == (1, 2, 4, 8, 16, 32, 35)
+    assert geometric(16, 16, 4) == (16,)
+    assert geometric(16, 7, 4) == (7,)
+
+
+def test_k112_the_largest_decode_batch_is_in_the_ladder():
+    ladder = Ladder.default(MODEL, max_num_seqs=35)
+    assert ladder.pick(inputs(*[1] * 35)) == Bucket("decode", 35, 35)
+
+
+def test_pick_takes_the_smallest_that_fits():
+    ladder = Ladder.default(MODEL, max_num_seqs=8, max_num_batched_tokens=256)
+    assert ladder.pick(inputs(1, 1, 1)) == Bucket("decode", 4, 4)
+    assert ladder.pick(inputs(1, 1, 5)) == Bucket("mixed", 16, 8, 16)
+    assert ladder.pick(inputs(2)) == Bucket("mixed", 16, 8, 16)
+    assert ladder.pick(inputs(1, 16, tier="random")) == Bucket("mixed", 64, 8, 64, "random")
+    assert ladder.pick(inputs(65)) == Bucket("mixed", 256, 8, 256)
+
+
+def test_pick_past_the_last_rung_names_the_limit():
+    ladder = Ladder.default(MODEL, max_num_seqs=2, max_num_batched_tokens=32)
+    with pytest.raises(CapacityError, match="ends at 2"):
+        ladder.pick(inputs(1, 1, 1))
+    with pytest.raises(CapacityError, match="ends at 32"):
+        ladder.pick(inputs(33))
+    with pytest.raises(CapacityError, match="without tokens"):
+        ladder.pick(inputs())
+
+
+def test_k113_every_step_that_fits_finds_a_bucket_it_can_be_packed_into():
+    """The key of look-up equals the key of compilation: every pick is one of the ladder's buckets, and packs."""
+    ladder = Ladder.default(MODEL, max_num_seqs=6, max_num_batched_tokens=50)
+    listed = {b.replace(tier="greedy") for b in ladder.buckets()}
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        n = int(rng.integers(1, 7))
+        counts = [1] * n if rng.random() < 0.5 else rng.integers(1, 50 // n + 1, n).tolist()
+        step = inputs(*counts)
+        bucket = ladder.pick(step)
+        assert bucket in listed
+        assert step.pack(bucket).shape == (step.layout(bucket).size,)
+
+
+def test_pairs_that_cannot_occur_do_not_exist():
+    for bucket in Ladder.default(MODEL, max_num_seqs=64, max_num_batched_tokens=2048).buckets():
+        assert bucket.num_reqs <= bucket.num_tokens
+    with pytest.raises(ValueError, match="cannot share"):
+        Bucket("mixed", 4, 5)
+    with pytest.raises(ValueError, match="num_reqs"):
+        Bucket("decode", 8, 4, 1)
+    with pytest.raises(ValueError, match="unknown"):
+        Bucket("mixed", 4, 4, 4, "best")
+
+
+def test_packing_into_a_bucket_that_does_not_fit_names_it():
+    with pytest.raises(CapacityError, match=r"decode\[2x1\]"):
+        inputs(1, 1, 1).pack(Bucket("decode", 2, 2))
+    with pytest.raises(CapacityError, match="mixed bucket"):
+        inputs(1, 3).pack(Bucket("decode", 4, 4))
+
+
+def test_rungs_must_ascend_and_agree():
+    with pytest.raises(ValueError, match="ascending"):
+        Ladder(decode=(2, 1), mixed=(8,), finish=(1,))
+    with pytest.raises(ValueError, match="end at"):
+        Ladder(decode=(1, 4), mixed=(8,), finish=(1, 2))

@@ -1,0 +1,53 @@
+"""Small plans for runner tests: scheduler outputs written by hand, over the tiny golden model."""
+
+from __future__ import annotations
+
+from jaxrunner import SamplingParams
+from jaxrunner.compile.ladder import Ladder
+from jaxrunner.contract import CachedRequestData, NewRequestData, SchedulerOutput
+from jaxrunner.runner.config import RunnerConfig
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+CONFIG = RunnerConfig(
+    max_num_seqs=4,
+    max_model_len=96,
+    max_num_batched_tokens=32,
+    num_blocks=40,
+    block_size=8,
+    check_invariants=True,
+)
+LADDER = Ladder(decode=(4,), mixed=(32,), finish=(4,))
+
+
+def new(req_id: str, prompt: list[int], blocks: list[int], params: SamplingParams = GREEDY, **fields) -> NewRequestData:
+    return NewRequestData(req_id, prompt, params, (blocks,), **fields)
+
+
+def plan(
+    tokens: dict[str, int],
+    new_reqs: list[NewRequestData] | None = None,
+    blocks: dict[str, list[int]] | None = None,
+    **fields,
+) -> SchedulerOutput:
+    """A plan: requests of `tokens` that are not new are cached; `blocks` joins their tables."""
+    new_ids = {r.req_id for r in new_reqs or []}
+    cached = [r for r in dict.fromkeys([*tokens, *(blocks or {})]) if r not in new_ids]
+    return SchedulerOutput(
+        scheduled_new_reqs=new_reqs or [],
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=cached,
+            new_block_ids=[([*blocks[r]],) if blocks and r in blocks else None for r in cached],
+            num_computed_tokens=[0] * len(cached),
+            num_output_tokens=[0] * len(cached),
+        ),
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        **fields,
+    )
+
+
+def run(runner, scheduler_output: SchedulerOutput) -> dict[str, list[int]]:
+    """One whole step; request id -> sampled ids."""
+    assert runner.execute_model(scheduler_output) is None
+    output = runner.sample_tokens()
+    return dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
