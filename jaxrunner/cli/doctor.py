@@ -131,7 +131,7 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]
     return [
         ("Versions", versions),
         ("Devices", [*devices, ("host memory", _gib(report["host_memory_bytes"]))]),
-        ("Implementations of the ops", ops),
+        ("Implementations of the ops", ops or [("unknown", "no backend could start")]),
         ("Default model", [("SmolLM2-135M-Instruct", f"{state} {model['path']}")]),
     ]
 

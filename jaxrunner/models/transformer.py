@@ -82,7 +82,7 @@ def _layer(
     *,
     model: Model,
     spec: LayerSpec,
-    implementation: Implementation,
+    implementation: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """One pre-norm layer: attention, then the gated MLP, each added to the residual stream."""
     tokens = x.shape[0]

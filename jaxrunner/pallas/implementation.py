@@ -41,7 +41,7 @@ def resolve(op: str, implementation: Implementation) -> str:
 
 def best(op: str) -> str:
     """The automatic choice: Mosaic GPU kernels on Hopper where they exist, XLA everywhere else."""
-    if "mosaic" in AVAILABLE[op] and mosaic_unavailable() is None and on_hopper():
+    if "mosaic" in AVAILABLE[op] and on_hopper() and mosaic_unavailable() is None:
         return "mosaic"
     return "xla"
 

@@ -65,6 +65,8 @@ def _fill(section: np.ndarray, value: np.ndarray | int | list, name: str) -> Non
         array = array.reshape(())
     elif len(array) > len(section):
         raise CapacityError(f"{len(array)} entries do not fit the section {name!r} of {len(section)}")
+    elif len(array) and array.shape[1:] != section.shape[1:]:
+        raise ValueError(f"entries of section {name!r} have the shape {section.shape[1:]}, got {array.shape[1:]}")
     if array.dtype != np.int32 and array.size:
         if array.dtype.kind not in "iu":
             raise TypeError(f"section {name!r} takes integers, got {array.dtype}; floats go in bit-cast")

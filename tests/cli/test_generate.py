@@ -122,12 +122,12 @@ def test_the_default_model_answers_with_its_chat_template():
 
 @pytest.mark.smollm2
 def test_raw_continues_the_text():
-    prompts = {p["name"]: p for p in json.loads((GOLDEN / "smollm2" / "prompts.json").read_text())}
-    golden = json.loads((GOLDEN / "smollm2" / "f32.json").read_text())["prompts"]
-    expected = (
-        next(g for g in golden.values() if g.get("name") == "raw_story")
-        if "raw_story" not in golden
-        else golden["raw_story"]
+    prompts, golden = (
+        {entry["name"]: entry for entry in entries}
+        for entries in (
+            json.loads((GOLDEN / "smollm2" / "prompts.json").read_text()),
+            json.loads((GOLDEN / "smollm2" / "f32.json").read_text())["prompts"],
+        )
     )
     result = run(prompts["raw_story"]["text"], "--raw", "--max-tokens", 12, "--ignore-eos", "--json")
-    assert json.loads(result.stdout)["token_ids"] == expected["greedy"][:12]
+    assert json.loads(result.stdout)["token_ids"] == golden["raw_story"]["greedy"][:12]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 from jaxrunner import init_state
 from jaxrunner.stages.inputs import step_layout
-from jaxrunner.stages.prepare_inputs import build_batch
+from jaxrunner.stages.prepare_inputs import prepare_inputs
 from jaxrunner.stages.step import begin_step, finish_step
 from jaxrunner.state.requests import PARKING_ROW
 from tests.stages import harness
@@ -130,14 +131,13 @@ def test_poison_changes_no_bit_of_the_batch(kind):
     """Between the stages all padding is neutral, whatever the upload holds in it, draft counts included."""
     model, _ = harness.tiny("llama")
     bucket, rng = BUCKETS[kind], np.random.default_rng(0)
-    host, batch, _ = harness.random_host(model, np.random.default_rng(103), bucket)
+    host, batch, writes = harness.random_host(model, np.random.default_rng(103), bucket)
     assert len(batch) < bucket.num_reqs, "choose a seed that leaves padding"
     sizes = dict(max_requests=harness.ROWS, max_model_len=harness.MAX_MODEL_LEN, num_blocks=harness.NUM_BLOCKS)
     with_drafts = init_state(model, num_draft_tokens=2, **sizes)
-    inputs = harness.step_input(with_drafts, batch)
-    inputs = type(inputs)(**{**vars(inputs), "num_draft_slots": 2, "num_draft_tokens": inputs.num_draft_tokens})
+    inputs = dataclasses.replace(harness.step_input(with_drafts, batch, block_writes=writes), num_draft_slots=2)
     packed = inputs.pack(bucket)
-    build = jax.jit(functools.partial(build_batch, bucket=bucket))
+    build = jax.jit(functools.partial(prepare_inputs, bucket=bucket))
     states = []
     for description in (host, poison_state(host, rng)):
         state = harness.to_state(description)
