@@ -11,16 +11,8 @@ profiler. A row is void if anything was compiled while it was timed. Rows are wr
 from __future__ import annotations
 
 import argparse
-import collections
 import functools
-import json
-import platform
-import statistics
-import subprocess
 import sys
-import tempfile
-import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +23,14 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import timing  # noqa: E402
+from benchmarks.timing import CALLS  # noqa: E402
 from jaxrunner.pallas.input_prep import input_prep_xla  # noqa: E402
 from jaxrunner.pallas.input_prep_mosaic import input_prep_mosaic  # noqa: E402
 from jaxrunner.pallas.slot_mapping_mosaic import default_tokens_per_cta  # noqa: E402
 from jaxrunner.state.fields import REQUEST_COLUMN  # noqa: E402
 from tests.oracle import input_prep as oracle  # noqa: E402
 from tests.pallas import specs  # noqa: E402
-
-CALLS = 16
-WARM_UPS = 3
-PROFILED = 5
-WALL_RUNS = 30
 
 CASES: tuple[tuple[str, specs.InputPrepSpec, tuple[int, ...]], ...] = (
     ("decode/b64", specs.decode(64), (2, 4)),
@@ -51,16 +40,6 @@ CASES: tuple[tuple[str, specs.InputPrepSpec, tuple[int, ...]], ...] = (
     ("mixed/64+1x2048", specs.mixed(64, 2048), (1, 2, 8, 16)),
 )
 """Name, arguments, values of tokens_per_cta to try beside the default."""
-
-compilations: collections.Counter[str] = collections.Counter()
-
-
-def count_compilations() -> None:
-    def listener(event: str, duration: float, **_: Any) -> None:
-        if "backend_compile" in event:
-            compilations["backend_compile"] += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
 
 
 def implementation(spec: specs.InputPrepSpec, tokens_per_cta: int | None, name: str):
@@ -123,91 +102,21 @@ def repeated(f):
     return jax.jit(run)
 
 
-def kernel_times(run, *args) -> tuple[float | None, float, list[str]]:
-    """(device us of one call, kernels of one call, the names with their share), over PROFILED runs."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(PROFILED):
-                jax.block_until_ready(run(*args))
-        path = next(Path(folder).rglob("*.xplane.pb"))
-        profile = jax.profiler.ProfileData.from_file(str(path))
-        total: collections.Counter[str] = collections.Counter()
-        number: collections.Counter[str] = collections.Counter()
-        for plane in profile.planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    total[event.name] += event.duration_ns
-                    number[event.name] += 1
-    calls = PROFILED * CALLS
-    names = [f"{n[:48]} x{number[n] / calls:.2f} {ns / calls / 1e3:.2f}us" for n, ns in total.most_common(6)]
-    us = sum(total.values()) / calls / 1e3
-    return (us if number else None), sum(number.values()) / calls, names
-
-
-def wall(run, *args) -> float:
-    """Median us of one call, dispatch included."""
-    times = []
-    for _ in range(WALL_RUNS):
-        start = time.perf_counter()
-        jax.block_until_ready(run(*args))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6 / CALLS
-
-
 def measure(case: str, spec: specs.InputPrepSpec, name: str, tokens_per_cta: int | None) -> dict[str, Any]:
     row: dict[str, Any] = {"name": f"kernel/input_prep/{case}", "implementation": name, "value": None, "unit": "us"}
     if name == "mosaic":
         default = default_tokens_per_cta(spec.num_tokens)
         row |= {"tokens_per_cta": tokens_per_cta or default, "default": tokens_per_cta is None}
-    try:
+
+    def run() -> dict[str, Any]:
         f = implementation(spec, tokens_per_cta, name)
         check(spec, f)
         row["equal_to_oracle"] = True
-        args = variants(spec, CALLS)
-        run = repeated(f)
-        start = time.perf_counter()
-        jax.block_until_ready(run(*args))
-        row["first_call_s"] = round(time.perf_counter() - start, 2)
-        for _ in range(WARM_UPS):
-            jax.block_until_ready(run(*args))
-        before = compilations["backend_compile"]
-        row["wall_us"] = round(wall(run, *args), 2)
-        value, kernels, names = kernel_times(run, *args)
-        if compilations["backend_compile"] != before:
-            return row | {"void": "something was compiled in the timed window"}
-        row |= {"value": value and round(value, 3), "kernels_per_call": round(kernels, 2), "kernels": names}
-        if value is None:
-            row["void"] = "the profiler saw no GPU stream"
-    except Exception as error:
-        traceback.print_exc()
-        row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-    return row
+        timing.timed(row, repeated(f), variants(spec, CALLS))
+        us = row.pop("us")
+        return row if "void" in row else row | {"value": us}
 
-
-def conditions() -> dict[str, Any]:
-    device = jax.devices()[0]
-    try:
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks.mem", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError) as error:
-        driver = f"unknown: {error}"
-    return {
-        "device": device.device_kind,
-        "backend": jax.default_backend(),
-        "nvidia_smi": driver,
-        "platform_version": str(getattr(device.client, "platform_version", "")),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "calls_per_jit": CALLS,
-        "warm_ups": WARM_UPS,
-        "profiled_runs": PROFILED,
-        "state": specs.MODEL,
-        "data": "random, other state rows in every call",
-    }
+    return timing.guarded(row, run)
 
 
 def main() -> None:
@@ -215,19 +124,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_input_prep.json")
     parser.add_argument("--seconds", type=float, default=120.0, help="start no further row after this long")
     options = parser.parse_args()
-    count_compilations()
+    timing.count_compilations()
     jobs = [(c, s, name, None) for c, s, _ in CASES for name in ("mosaic", "xla")]
     jobs += [(c, s, "mosaic", value) for c, s, values in CASES for value in values]
-    deadline, rows = time.perf_counter() + options.seconds, []
-    result = {"conditions": conditions(), "rows": rows}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
+    data = "random, other state rows in every call"
+    report = timing.Report(options.output, options.seconds, timing.conditions(state=specs.MODEL, data=data))
     for number, (case, spec, name, value) in enumerate(jobs):
-        if time.perf_counter() > deadline:
-            result["conditions"]["rows_left_out"] = len(jobs) - number
+        if not report.left:
+            report.result["conditions"]["rows_left_out"] = len(jobs) - number
             break
-        rows.append(measure(case, spec, name, value))
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+        report.add(measure(case, spec, name, value))
+    report.write()
+    result, rows = report.result, report.rows
 
     print(f"\n{result['conditions']['device']}, jax {jax.__version__}; {options.output}")
     print(f"{'case':18s}{'':8s}{'tokens/CTA':>11s}{'us':>9s}{'kernels':>9s}{'wall us':>9s}")

@@ -7,7 +7,7 @@ Source: vLLM 0.28, `v1/core/sched/output.py` and `v1/outputs.py`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -57,9 +57,24 @@ class CachedRequestData:
     def num_reqs(self) -> int:
         return len(self.req_ids)
 
+    def with_new_blocks(self) -> list[tuple[str, tuple[list[int], ...]]]:
+        """The requests whose tables grow, and by what; empty in most decode steps."""
+        if self.new_block_ids.count(None) == len(self.new_block_ids):
+            return []
+        pairs = zip(self.req_ids, self.new_block_ids, strict=True)
+        return [(req_id, blocks) for req_id, blocks in pairs if blocks is not None]
+
     @classmethod
     def make_empty(cls) -> CachedRequestData:
         return cls()
+
+
+@dataclasses.dataclass(frozen=True)
+class KVCacheBlockCopy:
+    """A copy-on-write copy of one allocator block, in every KV-cache group."""
+
+    src_block_id: int
+    dst_block_id: int
 
 
 @dataclasses.dataclass
@@ -68,7 +83,8 @@ class SchedulerOutput:
 
     num_scheduled_tokens: request id -> tokens to run, drafts included. finished_req_ids: requests to free before
     anything is added; may contain an id that is also new (abort and resubmission under one id).
-    preempted_req_ids: their rows are freed like those of finished requests.
+    preempted_req_ids: their rows are freed like those of finished requests. new_block_ids_to_zero: allocator blocks
+    zeroed before the forward pass; kv_cache_block_copies: copies made after that and before the forward pass.
     """
 
     scheduled_new_reqs: list[NewRequestData] = dataclasses.field(default_factory=list)
@@ -89,7 +105,7 @@ class SchedulerOutput:
     ec_connector_metadata: Any = None
     ec_manager_metadata: Any = None
     new_block_ids_to_zero: list[int] | None = None
-    kv_cache_block_copies: list[Any] | None = None
+    kv_cache_block_copies: list[KVCacheBlockCopy] | None = None
     partial_tail_offloads: dict[str, list[tuple[int, int, int]]] | None = None
     num_spec_tokens_to_schedule: int = 0
 
@@ -140,17 +156,39 @@ class ECConnectorOutput:
     ec_connector_worker_meta: Any = None
 
 
+class LogprobsLists(NamedTuple):
+    """Log-probabilities of a step, one row a request in the order of `req_ids`; N is the most a request asked for.
+
+    logprob_token_ids: i32[B, N + 1], the sampled id, then the best ids in order, which may hold the sampled one again.
+    logprobs: f32[B, N + 1], natural logarithms. Columns past what a request asked for, and rows of requests that asked
+    for nothing or got no token, hold the id -1 with -inf. sampled_token_ranks: i32[B], 1 for the best, 0 in such rows;
+    the best ids have the ranks 1..N. cu_num_generated_tokens: first row of each request if it has other than one.
+    """
+
+    logprob_token_ids: np.ndarray
+    logprobs: np.ndarray
+    sampled_token_ranks: np.ndarray
+    cu_num_generated_tokens: list[int] | None = None
+
+    def slice_request(self, req_idx: int, num_positions: int) -> LogprobsLists:
+        """The rows of one request."""
+        start = req_idx if self.cu_num_generated_tokens is None else self.cu_num_generated_tokens[req_idx]
+        rows = slice(start, start + num_positions)
+        return LogprobsLists(self.logprob_token_ids[rows], self.logprobs[rows], self.sampled_token_ranks[rows])
+
+
 @dataclasses.dataclass
 class ModelRunnerOutput:
     """One step's result.
 
-    req_ids: in batch order. sampled_token_ids: per request; empty while its prefill is unfinished.
+    req_ids: in batch order. sampled_token_ids: per request; empty while its prefill is unfinished. logprobs: None if
+    no request of the step asks for any.
     """
 
     req_ids: list[str]
     req_id_to_index: dict[str, int]
     sampled_token_ids: list[list[int]]
-    logprobs: Any = None
+    logprobs: LogprobsLists | None = None
     prompt_logprobs_dict: dict[str, Any] = dataclasses.field(default_factory=dict)
     pooler_output: list[Any] | None = None
     kv_connector_output: KVConnectorOutput | None = None

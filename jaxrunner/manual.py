@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrunner.compile.buckets import TIERS
 from jaxrunner.errors import AdmissionError, CapacityError
+from jaxrunner.forks import fork_request
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.stages.inputs import StepInput
 from jaxrunner.state.admission import ENTRIES_PER_CALL, AdmitEntry, admit_layout, apply_admit, pack_admit, release_entry
@@ -19,7 +21,7 @@ from jaxrunner.state.alive import check_alive
 from jaxrunner.state.block_tables import NULL_BLOCK
 from jaxrunner.state.block_writes import no_block_writes
 from jaxrunner.state.fields import REQUEST_COLUMN
-from jaxrunner.state.records import check_token_ids, request_record
+from jaxrunner.state.records import check_stop_ids, check_token_ids, masked_stop_ids, request_record
 from jaxrunner.state.requests import PARKING_ROW
 from jaxrunner.state.runner_state import RunnerState, host_view
 
@@ -30,11 +32,13 @@ def admit(
     params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     vocab_size: int = 2**31 - 1,
+    eos_token_ids: Sequence[int] = (),
 ) -> tuple[RunnerState, list[int]]:
     """(state with the prompts in it, the row of each). Greedy by default. `state` is not donated.
 
     prompts: token ids. params: one for all or one each; a missing seed becomes the row number. vocab_size: ids are
-    checked against it. Blocks for the prompts are taken; later ones come with `plan` or `reserve`.
+    checked against it. eos_token_ids: the model's, which min_tokens masks.
+    Blocks for the prompts are taken; later ones come with `plan` or `reserve`.
     Raises AdmissionError for a prompt that cannot be run and CapacityError when rows or blocks run out.
     """
     check_alive(state)
@@ -50,11 +54,15 @@ def admit(
         ids = check_token_ids(prompt, vocab_size)
         if len(ids) >= state.max_model_len:
             raise AdmissionError(f"a prompt of {len(ids)} tokens leaves no room in max_model_len {state.max_model_len}")
+        check_stop_ids(
+            request, eos_token_ids, vocab_size=vocab_size, max_stop_ids=state.sampling.max_stop_ids, where=f"row {row}"
+        )
         record = request_record(
             prompt_len=len(ids), prefill_len=len(ids), num_computed_tokens=0, params=request, seed=row
         )
         view.num_blocks[row] = 0
-        entries.append(AdmitEntry(row, record, ids, view.cover(row, len(ids))))
+        stop_ids = masked_stop_ids(request, eos_token_ids)
+        entries.append(AdmitEntry(row, record, ids, view.cover(row, len(ids)), stop_ids))
     return _apply(state, entries), rows[: len(prompts)]
 
 
@@ -74,7 +82,6 @@ def plan(state: RunnerState, num_tokens: Mapping[int, int]) -> StepInput:
             raise AdmissionError(f"row {row} has {known} token(s) to run, {count} were asked for")
         writes.append(view.cover(row, view.computed(row) + count))
     rows = np.fromiter(num_tokens, np.int32, len(num_tokens))
-    temperature = host_view(state.sampling.temperature)[rows]
     return StepInput(
         idx_mapping=rows,
         num_scheduled_tokens=np.fromiter(num_tokens.values(), np.int32, len(num_tokens)),
@@ -82,7 +89,7 @@ def plan(state: RunnerState, num_tokens: Mapping[int, int]) -> StepInput:
         groups=state.tables.groups,
         block_writes=np.concatenate(writes or [no_block_writes()]),
         num_draft_slots=state.num_draft_tokens,
-        tier="random" if (temperature > 0).any() else "greedy",
+        tier=TIERS[host_view(state.sampling.tier)[rows].max(initial=0)],
     )
 
 
@@ -98,6 +105,22 @@ def reserve(state: RunnerState, rows: Sequence[int], num_tokens: int) -> RunnerS
             raise CapacityError(f"row {row} would reach {end} tokens; max_model_len is {state.max_model_len}")
         entries.append(AdmitEntry(row, block_writes=view.cover(row, end)))
     return _apply(state, entries)
+
+
+def fork(
+    state: RunnerState, src: int, n: int = 1, *, seeds: Sequence[int] | None = None, num_tokens: int = 0
+) -> tuple[RunnerState, list[int]]:
+    """(state with n copies of the request in row `src`, their rows). They share its full blocks.
+
+    seeds: one for each copy; without them the copies draw what src draws (see `fork_request`). num_tokens: blocks for
+    so many more tokens are reserved in src and in each copy. Raises CapacityError when rows or blocks run out.
+    """
+    check_alive(state)
+    rows = _HostTables(state).free_rows()
+    if len(rows) < n:
+        raise CapacityError(f"{n} forks but {len(rows)} free rows; release some or init_state with more")
+    forked = fork_request(state, [src] * n, rows[:n], seed=seeds) if n else state
+    return reserve(forked, [src, *rows[:n]], num_tokens) if num_tokens else forked, rows[:n]
 
 
 def release(state: RunnerState, rows: Sequence[int]) -> RunnerState:
@@ -156,6 +179,6 @@ def _apply(state: RunnerState, entries: list[AdmitEntry]) -> RunnerState:
     for start in range(0, len(entries), ENTRIES_PER_CALL):
         part = entries[start : start + ENTRIES_PER_CALL]
         tokens, blocks = sum(len(e.tokens) for e in part), sum(len(e.block_writes) for e in part)
-        layout = admit_layout(max(tokens, 1), blocks)
+        layout = admit_layout(max(tokens, 1), blocks, max_stop_ids=max(len(e.stop_ids) for e in part))
         state = apply_admit(state, jnp.asarray(pack_admit(layout, part)), layout=layout)
     return state

@@ -16,7 +16,7 @@ install_import_hook(
 )
 
 GOLDEN = Path(__file__).parent / "golden"
-os.environ.setdefault("JAX_PLATFORMS", "")
+os.environ["JAXRUNNER_COMPILATION_CACHE"] = "off"  # a cache would hide compilations from the tests that count them
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

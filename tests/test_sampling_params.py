@@ -15,12 +15,6 @@ from jaxrunner.errors import AdmissionError, NotBuiltError
         ("presence_penalty", 0.1),
         ("frequency_penalty", -0.5),
         ("repetition_penalty", 1.1),
-        ("top_p", 0.9),
-        ("top_k", 5),
-        ("min_p", 0.05),
-        ("stop", ["x"]),
-        ("min_tokens", 1),
-        ("logprobs", 0),
         ("prompt_logprobs", 1),
         ("logit_bias", {1: 2.0}),
         ("allowed_token_ids", [1]),
@@ -34,10 +28,12 @@ def test_what_is_not_built_raises_and_names_itself(name, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("top_k", -1), ("top_k", 0), ("stop", []), ("bad_words", []), ("stop", None)]
+    ("name", "value"),
+    [("top_k", -1), ("top_k", 0), ("stop", []), ("bad_words", []), ("stop", None), ("top_p", 1), ("min_p", 0)],
 )
 def test_values_that_ask_for_nothing_are_accepted(name, value):
-    SamplingParams(**{name: value})
+    assert SamplingParams(**{name: value}) == SamplingParams()
+    assert SamplingParams(**{name: value}).tier == "random"
 
 
 @pytest.mark.parametrize(
@@ -49,11 +45,49 @@ def test_values_that_ask_for_nothing_are_accepted(name, value):
         ({"max_tokens": 0}, "max_tokens"),
         ({"seed": 2**64}, "64 bits"),
         ({"seed": -(2**63) - 1}, "64 bits"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 17}, "min_tokens 17 is more than max_tokens 16"),
+        ({"logprobs": 21}, "0 to 20"),
+        ({"logprobs": -1}, "0 to 20"),
+        ({"logprobs": True}, "0 to 20"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a", 3]}, "stop"),
     ],
 )
 def test_impossible_values_raise(fields, message):
     with pytest.raises(AdmissionError, match=message):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tier"),
+    [
+        ({"temperature": 0}, "greedy"),
+        ({"temperature": 9e-6, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, "greedy"),
+        ({"stop": "x"}, "random"),
+        ({"top_k": 1}, "filtered"),
+        ({"top_p": 0.99}, "filtered"),
+        ({"min_p": 0.01}, "filtered"),
+        ({"temperature": 0, "min_tokens": 1}, "filtered"),
+        ({"temperature": 0, "logprobs": 0}, "logprobs"),
+        ({"top_k": 3, "logprobs": 2}, "logprobs"),
+    ],
+)
+def test_the_tier_is_the_lowest_that_does_what_is_asked(fields, tier):
+    assert SamplingParams(**fields).tier == tier
+
+
+def test_stop_is_a_string_or_a_list():
+    assert SamplingParams(stop="ab").stop_strings == ("ab",)
+    assert SamplingParams(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))
+    assert SamplingParams().stop_strings == ()
 
 
 def test_every_field_is_used_or_listed_as_not_built():
@@ -62,4 +96,5 @@ def test_every_field_is_used_or_listed_as_not_built():
     from jaxrunner.sampling_params import NOT_BUILT_DEFAULTS
 
     used = {"temperature", "max_tokens", "seed", "ignore_eos", "stop_token_ids"}
+    used |= {"top_k", "top_p", "min_p", "min_tokens", "logprobs", "stop", "include_stop_str_in_output"}
     assert {f.name for f in dataclasses.fields(SamplingParams)} == used | set(NOT_BUILT_DEFAULTS)

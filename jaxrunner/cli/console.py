@@ -8,27 +8,33 @@ from collections.abc import Iterator
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 
 from jaxrunner.errors import JaxrunnerError
 
 
-def stderr() -> Console:
-    return Console(stderr=True, soft_wrap=True)
+class _ConsoleHandler(logging.Handler):
+    """A record is one dim line; through the console, so that it does not break a status line."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(self.format(record), style="dim", markup=False, highlight=False)
 
 
 @contextlib.contextmanager
-def command(*, quiet: bool = False) -> Iterator[Console]:
-    """A command's surroundings: its console on stderr, which also shows the package's log unless `quiet`.
+def command() -> Iterator[Console]:
+    """A command's surroundings: its console on stderr, which also shows the package's log.
 
     A `JaxrunnerError` inside becomes one red line and exit code 1. An interruption ends with exit code 130.
     """
-    console = stderr()
+    console = Console(stderr=True, soft_wrap=True)
     logger = logging.getLogger("jaxrunner")
-    handler = RichHandler(console=console, show_time=False, show_path=False, show_level=False, markup=False)
+    handler = _ConsoleHandler(console)
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logger.setLevel(logging.INFO)
     try:
         yield console
     except JaxrunnerError as error:

@@ -50,7 +50,9 @@ def generate(
     ids = None if prompt_ids is None else _parse_ids(prompt_ids)
     with command() as console:
         from jaxrunner import LLM, SamplingParams
+        from jaxrunner.compile.persistent import use_compilation_cache
 
+        use_compilation_cache()
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
         with console.status("loading the model"):
             announce_download(console, model)
@@ -100,7 +102,6 @@ class _Run:
 
     def warm_up(self) -> None:
         """Compile what this prompt needs, in parallel, so that the text does not stop for it later on."""
-        from jaxrunner.compile.programs import Program
         from jaxrunner.state.records import check_token_ids
 
         config = self.llm.runner.config
@@ -114,8 +115,10 @@ class _Run:
         rungs = {next(n for n in ladder.mixed if n >= chunk) for chunk in chunks}
         blocks = -(-(len(self.prompt) + (self.params.max_tokens or 0)) // config.block_size)
         needed = [programs.admit_for(len(self.prompt), blocks * config.blocks_per_kv_block)]
-        needed += [programs.begin(ladder.mixed_bucket(rung, tier)) for rung in sorted(rungs)]
-        needed += [programs.finish(1, tier), Program("step", ladder.decode_bucket(1, tier))]
+        needed += [programs.first(ladder.mixed_bucket(rung, tier)) for rung in sorted(rungs)]
+        needed += [programs.finish(1, tier)]
+        if self.params.max_tokens != 1:
+            needed += [programs.first(ladder.decode_bucket(1, tier))]
         self.llm.runner.warm_up(programs=[program for program in needed if program], progress=_log_compiled)
         self.compile_seconds = time.perf_counter() - started
 
@@ -137,7 +140,7 @@ class _Run:
         return f"{len(self.prompt)} prompt tokens, {speed} (and {self.compile_seconds:.1f} s of compiling before that)"
 
     def _tier(self) -> Tier:
-        return "greedy" if self.params.is_greedy else "random"
+        return self.params.tier
 
 
 def _log_compiled(done: int, total: int, name: str) -> None:

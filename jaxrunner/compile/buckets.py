@@ -6,9 +6,15 @@ import dataclasses
 from typing import Literal
 
 Kind = Literal["decode", "mixed"]
-Tier = Literal["greedy", "random"]
-TIERS: tuple[Tier, ...] = ("greedy", "random")
-"""Sampler tiers in order of cost; a batch runs in the lowest tier that covers all of its requests."""
+Tier = Literal["greedy", "random", "filtered", "logprobs"]
+TIERS: tuple[Tier, ...] = ("greedy", "random", "filtered", "logprobs")
+"""Sampler tiers in order of cost, each able to do what the ones before it do; a batch runs in the lowest tier that
+covers all of its requests. "filtered": min_tokens, min_p, top_k, top_p. "logprobs": log-probabilities as well."""
+
+
+def covers(tier: Tier, other: Tier) -> bool:
+    """Whether `tier` can do what `other` does."""
+    return TIERS.index(tier) >= TIERS.index(other)
 
 
 @dataclasses.dataclass(frozen=True, order=True)

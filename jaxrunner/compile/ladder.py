@@ -1,7 +1,8 @@
 """A ladder of buckets: which padded sizes are compiled. Plain data that can be printed, edited and plotted.
 
-Executables add, they do not multiply: the fused step exists per decode rung and tier; ragged steps are split into a
-first half per token rung and a second half per request rung and tier. A product of the axes does not exist.
+Executables add, they do not multiply: only greedy decodes have a fused step, one for each rung. All other steps are
+split into a first half per rung, without a tier, and a second half per request rung and tier, which serves them all. A
+product of the axes exists only for the few rungs of the second half.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jaxrunner.stages.inputs import StepInput
 @dataclasses.dataclass(frozen=True)
 class Ladder:
     """decode: request rungs of the uniform decode. mixed: token rungs of ragged steps. finish: request rungs of the
-    second half of a ragged step. The last rung of each is the exact maximum. query_len: tokens of a decode.
+    second half of a step that is not fused. The last rung of each is the exact maximum. query_len: tokens of a decode.
     """
 
     decode: tuple[int, ...]
@@ -45,13 +46,16 @@ class Ladder:
 
     @classmethod
     def default(cls, model: Model, *, max_num_seqs: int = 64, max_num_batched_tokens: int = 2048) -> Ladder:
-        """Powers of two for decodes, of four for ragged steps and second halves: 27 executables at 256 requests."""
+        """Powers of two for decodes, quarters of the maximum down to 16 or more for ragged steps, and three second
+        halves: for one request, for the root of the maximum and for all.
+        """
         del model  # every model of this package takes the same rungs
         tokens = max(max_num_batched_tokens, max_num_seqs)
+        root = 1 << (((max_num_seqs - 1).bit_length() + 1) // 2)
         return cls(
             decode=geometric(1, max_num_seqs, 2),
-            mixed=geometric(16, tokens, 4),
-            finish=geometric(1, max_num_seqs, 8),
+            mixed=quarters(tokens, 16),
+            finish=tuple(sorted({1, min(root, max_num_seqs), max_num_seqs})),
         )
 
     @classmethod
@@ -89,9 +93,9 @@ class Ladder:
         return [self.mixed_bucket(n, bucket.tier) for n in self.mixed if n > bucket.num_tokens]
 
     def buckets(self) -> list[Bucket]:
-        """Every bucket that a step can be run in; ragged ones once, since their first half has no tier."""
-        fused = [self.decode_bucket(n, tier) for tier in self.tiers for n in self.decode]
-        return fused + [self.mixed_bucket(n, self.tiers[0]) for n in self.mixed]
+        """Every bucket that a step can be run in, each once, with the lowest tier: a first half has none."""
+        decodes = [self.decode_bucket(n, self.tiers[0]) for n in self.decode]
+        return decodes + [self.mixed_bucket(n, self.tiers[0]) for n in self.mixed]
 
 
 def geometric(first: int, last: int, factor: int) -> tuple[int, ...]:
@@ -101,6 +105,15 @@ def geometric(first: int, last: int, factor: int) -> tuple[int, ...]:
         rungs.append(n)
         n *= factor
     return (*rungs, last)
+
+
+def quarters(last: int, least: int) -> tuple[int, ...]:
+    """`last`, a quarter of it, and so on down to `least`, in ascending order; rounded up to multiples of 8."""
+    rungs, n = [last], -(-last // 4)
+    while n >= least:
+        rungs.append(-(-n // 8) * 8)
+        n = -(-n // 4)
+    return tuple(sorted(set(rungs)))
 
 
 def _at_least(rungs: tuple[int, ...], n: int) -> int:

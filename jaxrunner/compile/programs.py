@@ -16,19 +16,23 @@ from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.stages.inputs import step_layout
 from jaxrunner.stages.step import begin_step, finish_step, step
 from jaxrunner.state.admission import ENTRIES_PER_CALL, admit_layout, apply_admit
+from jaxrunner.state.block_moves import MOVES_PER_CALL, apply_moves, move_layout
 from jaxrunner.state.codec import Layout
 from jaxrunner.state.runner_state import RunnerState
 
 ADMIT_FIRST, ADMIT_FACTOR = 128, 8
+FUSED_REQS = 256
+"""Largest decode that has a fused step: beyond it one launch more is nothing beside the step itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """kind "step": a whole fused step in `bucket`. "begin": its first three stages, without a tier. "finish": sample
-    and commit for `size` requests at `tier`. "admit": rows and prompts, `size` tokens.
+    """kind "step": a whole fused greedy decode in `bucket`. "begin": the first three stages of any other step, without
+    a tier. "finish": sample and commit for `size` requests at `tier`. "admit": rows and prompts, `size` tokens.
+    "moves": KV blocks zeroed and copied, `size` of each.
     """
 
-    kind: Literal["step", "begin", "finish", "admit"]
+    kind: Literal["step", "begin", "finish", "admit", "moves"]
     bucket: Bucket | None = None
     size: int = 0
     tier: Tier = "greedy"
@@ -40,7 +44,7 @@ class Program:
     def __str__(self) -> str:
         if self.bucket is not None:
             return str(self.bucket) if self.kind == "step" else f"begin {str(self.bucket).rpartition('/')[0]}"
-        return f"finish[{self.size}]/{self.tier}" if self.kind == "finish" else f"admit[{self.size}]"
+        return f"{self.kind}[{self.size}]" + (f"/{self.tier}" if self.kind == "finish" else "")
 
 
 class ProgramSet:
@@ -58,17 +62,24 @@ class ProgramSet:
         self.groups = state.tables.groups
         self._weights, self._state = _shapes(weights), _shapes(state)
         self._draft_slots = state.num_draft_tokens
+        self._max_stop_ids = state.sampling.max_stop_ids
         self._admit_sizes = geometric(min(ADMIT_FIRST, state.max_model_len), state.max_model_len, ADMIT_FACTOR)
 
     def all(self) -> list[Program]:
         """Every program, the ones a first request needs first."""
         admits = [Program("admit", size=n) for n in self._admit_sizes]
-        begins = [self.begin(self.ladder.mixed_bucket(n, "greedy")) for n in self.ladder.mixed]
+        ragged = [self.ladder.mixed_bucket(n, tier) for tier in self.ladder.tiers for n in self.ladder.mixed]
         finishes = [Program("finish", size=n, tier=t) for t in self.ladder.tiers for n in self.ladder.finish]
         decodes = [self.ladder.decode_bucket(n, tier) for tier in self.ladder.tiers for n in self.ladder.decode]
-        return admits + begins + finishes + [Program("step", bucket) for bucket in decodes]
+        first = dict.fromkeys(self.first(bucket) for bucket in ragged)
+        moves = Program("moves", size=MOVES_PER_CALL)
+        return [*admits, *first, *finishes, moves, *dict.fromkeys(self.first(bucket) for bucket in decodes)]
 
-    def begin(self, bucket: Bucket) -> Program:
+    def first(self, bucket: Bucket) -> Program:
+        """What a step in `bucket` begins with: the fused step of a greedy decode of up to FUSED_REQS requests, else the
+        first half, which every tier shares and `finish` completes."""
+        if bucket.kind == "decode" and bucket.tier == "greedy" and bucket.num_reqs <= FUSED_REQS:
+            return Program("step", bucket)
         return Program("begin", bucket.replace(tier="greedy"))
 
     def finish(self, num_reqs: int, tier: Tier) -> Program:
@@ -85,7 +96,10 @@ class ProgramSet:
     def larger(self, program: Program) -> list[Program]:
         """Programs that can stand in for `program`, in ascending order of size."""
         if program.bucket is not None:
-            return [dataclasses.replace(program, bucket=b) for b in self.ladder.larger(program.bucket)]
+            larger = self.ladder.larger(program.bucket)
+            return [self.first(b) if program.kind == "step" else Program("begin", b) for b in larger]
+        if program.kind == "moves":
+            return []
         sizes = self.ladder.finish if program.kind == "finish" else self._admit_sizes
         return [dataclasses.replace(program, size=n) for n in sizes if n > program.size]
 
@@ -95,7 +109,7 @@ class ProgramSet:
     def admit_layout(self, program: Program) -> Layout:
         """Room for `size` tokens and for the block tables of as many, a partly filled block for each entry."""
         blocks = sum(-(-program.size // g.block_size) + g.blocks_per_kv_block * ENTRIES_PER_CALL for g in self.groups)
-        return admit_layout(program.size, blocks)
+        return admit_layout(program.size, blocks, max_stop_ids=self._max_stop_ids)
 
     def lower(self, program: Program) -> jax.stages.Lowered:
         """Trace and lower one program. No array is made."""
@@ -103,13 +117,24 @@ class ProgramSet:
             layout = self.admit_layout(program)
             run = jax.jit(functools.partial(apply_admit, layout=layout), donate_argnums=0)
             return run.lower(self._state, _vector(layout))
+        if program.kind == "moves":
+            return jax.jit(apply_moves, donate_argnums=0).lower(self._state, _vector(move_layout()))
         if program.kind == "finish":
             finish = functools.partial(finish_step, self.model, tier=program.tier, num_reqs=program.size)
-            return jax.jit(finish, donate_argnums=1).lower(self._weights, self._state, self._pending())
+            return jax.jit(finish, donate_argnums=1).lower(self._weights, self._state, self._pending)
         assert program.bucket is not None
         upload = _vector(self.step_layout(program.bucket))
         run = self._begin(program.bucket) if program.kind == "begin" else self._step(program.bucket)
         return jax.jit(run, donate_argnums=1).lower(self._weights, self._state, upload)
+
+    @functools.cached_property
+    def _pending(self) -> Any:
+        return self.pending_shapes(self.ladder.mixed_bucket(self.ladder.mixed[0], "greedy"))
+
+    def pending_shapes(self, bucket: Bucket) -> Any:
+        """Shapes between the two halves of a step in `bucket`: the same for every bucket."""
+        upload = _vector(self.step_layout(bucket))
+        return jax.eval_shape(self._begin(bucket), self._weights, self._state, upload)[1]
 
     def _step(self, bucket: Bucket):
         return functools.partial(step, self.model, bucket=bucket, implementation=self.implementation)
@@ -122,12 +147,6 @@ class ProgramSet:
             pending_reqs=self.ladder.max_num_reqs,
             implementation=self.implementation,
         )
-
-    def _pending(self) -> Any:
-        """Shapes between the two halves: the same for every ragged bucket."""
-        bucket = self.ladder.mixed_bucket(self.ladder.mixed[0], "greedy")
-        upload = _vector(self.step_layout(bucket))
-        return jax.eval_shape(self._begin(bucket), self._weights, self._state, upload)[1]
 
 
 def _vector(layout: Layout) -> jax.ShapeDtypeStruct:

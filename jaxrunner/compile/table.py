@@ -7,12 +7,13 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
 
 from jaxrunner.compile.programs import Program, ProgramSet
+from jaxrunner.compile.progress import Report, reporting
 from jaxrunner.errors import BucketMissError
 
 Policy = Literal["compile", "next_larger", "refuse"]
@@ -61,15 +62,16 @@ class BucketTable:
         programs: Iterable[Program] | None = None,
         *,
         threads: int | None = None,
-        progress: Callable[[int, int, str], None] | None = None,
+        progress: bool | Report = False,
     ) -> None:
         """Compile `programs` (all by default): traced one after the other, which Python does no faster in threads,
         each handed to a pool of compiling threads as soon as it is lowered.
 
-        progress: called as progress(done, total, name).
+        progress: True shows a bar on stderr; or a function called as progress(done, total, name).
         """
         todo = [p for p in (self.programs.all() if programs is None else programs) if p not in self.entries]
-        with concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count())
+        with reporting(progress, len(todo)) as report, pool:
             running = []
             for program in todo:
                 lowered, seconds = self._lower(program)
@@ -77,8 +79,7 @@ class BucketTable:
             for done, future in enumerate(concurrent.futures.as_completed(running), 1):
                 entry = future.result()
                 self.entries[entry.program] = entry
-                if progress:
-                    progress(done, len(todo), str(entry.program))
+                report(done, len(todo), str(entry.program))
 
     def get(self, program: Program, *, real_tokens: int = 0) -> Entry:
         """The entry that will run `program`, or a larger one under "next_larger"; its use is recorded."""

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrunner.contract import ModelRunnerOutput
+from jaxrunner.device_memory import free_device_bytes
+from jaxrunner.engine.logprobs import token_logprobs
+from jaxrunner.engine.memory import blocks_that_fit
 from jaxrunner.engine.outputs import CompletionOutput, RequestOutput
 from jaxrunner.engine.request import Request
-from jaxrunner.engine.scheduler import Scheduler
+from jaxrunner.engine.scheduler import Frame, Scheduler
 from jaxrunner.engine.sizes import runner_config
+from jaxrunner.engine.stop_strings import StopStrings
 from jaxrunner.errors import AdmissionError
 from jaxrunner.models.loading import load
 from jaxrunner.models.stream_decoder import StreamDecoder
-from jaxrunner.runner.device_runner import DeviceRunner
+from jaxrunner.runner.device_runner import DeviceRunner, default_ladder
 from jaxrunner.runner.output import AsyncOutput
 from jaxrunner.sampling_params import SamplingParams
-from jaxrunner.state.records import check_token_ids
+from jaxrunner.state.records import check_stop_ids, check_token_ids, derived_seed
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -26,20 +34,40 @@ class LLM:
 
     model: a directory, a .gguf file, a hub id, or None for the embedded default model. dtype: of weights and
     activations. The other options size the runner, see `RunnerConfig`; what is left out is chosen for the model and
-    the device (`jaxrunner.engine.sizes`). kv_bytes: memory of the KV cache in place of num_blocks.
-    warm_up: compile the whole ladder now instead of each bucket at its first use.
+    the device (`jaxrunner.engine.sizes`): on a GPU the KV cache takes what is free (`jaxrunner.engine.memory`).
+    kv_bytes: memory of the KV cache in place of num_blocks.
+    warm_up: compile the whole ladder now instead of each bucket at its first use. seed: requests without a seed of
+    their own get one derived from it and their number. prefix_caching: reuse the KV of equal prefixes.
+    async_scheduling: plan and launch each step before the tokens of the one before have arrived.
     """
 
     def __init__(
-        self, model: str | None = None, *, dtype: str = "float32", warm_up: bool = False, seed: int = 0, **options: Any
+        self,
+        model: str | None = None,
+        *,
+        dtype: str = "float32",
+        warm_up: bool = False,
+        seed: int = 0,
+        prefix_caching: bool = True,
+        async_scheduling: bool = True,
+        **options: Any,
     ):
         self.model, weights, self.tokenizer = load(model, dtype=dtype)
-        config = runner_config(self.model, **options)
+        config = runner_config(self.model, async_scheduling=async_scheduling, **options)
+        free = free_device_bytes() if not {"num_blocks", "kv_bytes"} & set(options) else None
+        if free is not None:
+            ladder = default_ladder(self.model, config)
+            config = dataclasses.replace(config, num_blocks=blocks_that_fit(self.model, weights, config, ladder, free))
         self.runner = DeviceRunner(self.model, weights, config, seed=seed)
-        self.scheduler = Scheduler(config, len(self.runner.groups))
+        self.scheduler = Scheduler(
+            config, len(self.runner.groups), prefix_caching=prefix_caching, max_stop_ids=config.max_stop_ids
+        )
+        self._seed = seed
         self._ids = itertools.count()
+        self._in_flight: deque[tuple[Frame, ModelRunnerOutput | AsyncOutput]] = deque()
+        self._watched: list[Request] = []  # requests with stop strings
         if warm_up:
-            self.runner.warm_up()
+            self.runner.warm_up(progress=True)
 
     def generate(
         self,
@@ -61,7 +89,8 @@ class LLM:
             for request in requests:
                 self.scheduler.abort(request.request_id)
             raise
-        self._drain()
+        finally:
+            self._drain()
         return [self._output(r) for r in requests]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -76,9 +105,12 @@ class LLM:
         try:
             while request.finish_reason is None:
                 self.step()
+                self.scheduler.sync(request)
                 fresh = request.output_token_ids[pushed:]
                 pushed += len(fresh)
-                if decoder is not None:
+                if request.stops is not None:
+                    text = request.stops.visible() if request.finish_reason is None else request.stops.text
+                elif decoder is not None:
                     text += decoder.push(fresh) + (decoder.flush() if request.finish_reason else "")
                 if fresh:
                     yield self._output(request, text)
@@ -103,17 +135,65 @@ class LLM:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def step(self) -> list[Request]:
-        """One engine step: schedule, run, take the tokens. Returns the requests that got one."""
-        plan = self.scheduler.schedule()
-        if self.runner.execute_model(plan) is not None:
-            return []
-        output = self.runner.sample_tokens()
-        return self.scheduler.update(output.get_output() if isinstance(output, AsyncOutput) else output)
+        """One engine step: plan and launch the next one, then take the tokens of the oldest in flight if it is time
+        to. Returns the requests that ended."""
+        plan, frame = self.scheduler.schedule()
+        depth = 1 if self.runner.config.async_scheduling else 0
+        says_something = plan.total_num_scheduled_tokens or plan.finished_req_ids or plan.preempted_req_ids
+        if says_something and self.runner.execute_model(plan) is None:
+            self._in_flight.append((frame, self.runner.sample_tokens()))
+        if self._in_flight and (len(self._in_flight) > depth or not plan.total_num_scheduled_tokens):
+            frame, output = self._in_flight.popleft()
+            result = output.get_output() if isinstance(output, AsyncOutput) else output
+            self._take_logprobs(frame, result)
+            return self.scheduler.update(frame, result) + self._stop_by_text()
+        return []
+
+    def _take_logprobs(self, frame: Frame, output: ModelRunnerOutput) -> None:
+        if output.logprobs is None:
+            return
+        for row, (req_id, ids) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
+            request = self.scheduler.owner(frame, req_id)
+            if ids and request is not None and request.logprobs is not None:
+                count = request.params.logprobs or 0
+                request.logprobs.append(token_logprobs(output.logprobs, row, count, self.tokenizer))
+
+    def _stop_by_text(self) -> list[Request]:
+        """Look for stop strings in the text that has arrived; returns the requests that were running until then."""
+        ended, watched = [], self._watched
+        for request in watched:
+            assert request.stops is not None
+            self.scheduler.sync(request)
+            found = request.stops.update(request.output_token_ids, search=request.finish_reason != "stop")
+            if found is not None:
+                if request.finish_reason is None:
+                    self.scheduler.abort(request.request_id)
+                    ended.append(request)
+                request.finish_reason, request.stop_reason = "stop", found
+            if request.finish_reason is not None:
+                request.stops.close()
+        self._watched = [request for request in watched if request.finish_reason is None]
+        return ended
+
+    def set_weights(self, weights: Any) -> None:
+        """Go on with other weights of the same shapes; cached prefixes are forgotten, nothing compiles.
+
+        Raises AdmissionError while requests are running: their KV belongs to the old weights.
+        """
+        if self.scheduler.has_unfinished:
+            raise AdmissionError("weights cannot change while requests run; finish or abort them first")
+        self.runner.weights = weights
+        self.scheduler.weights_changed()
 
     def _drain(self) -> None:
-        """When nothing is left to run, let the runner release what has finished."""
-        if self.scheduler.has_work and not (self.scheduler.running or self.scheduler.waiting):
+        """When nothing is left to run: drop what is still in flight, release what has finished, look for leaks."""
+        if self.scheduler.has_unfinished:
+            return
+        self._in_flight.clear()
+        self._watched.clear()
+        if self.scheduler.has_work:
             self.step()
+        self.scheduler.check_idle()
 
     def _requests(self, prompts: Sequence[Prompt], params: Any) -> list[Request]:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
@@ -128,8 +208,22 @@ class LLM:
             return self._request(prompt.get("prompt_token_ids", prompt.get("prompt")), params)
         text = prompt if isinstance(prompt, str) else None
         ids = check_token_ids(self._encode(prompt), self.model.vocab_size).tolist()
-        check_stop_ids(params, self.model.vocab_size)
-        return Request(f"req-{next(self._ids)}", ids, params, self.model.eos_token_ids, text)
+        eos, most = self.model.eos_token_ids, self.runner.config.max_stop_ids
+        check_stop_ids(params, eos, vocab_size=self.model.vocab_size, max_stop_ids=most)
+        number = next(self._ids)
+        seed = derived_seed(self._seed, number)
+        request = Request(f"req-{number}", ids, params, eos, text, seed=seed)
+        request.logprobs = None if params.logprobs is None else []
+        if params.stop_strings:
+            request.stops = self._stop_strings(params)
+            self._watched.append(request)
+        return request
+
+    def _stop_strings(self, params: SamplingParams) -> StopStrings:
+        if self.tokenizer is None:
+            raise AdmissionError("this model has no tokenizer, so stop strings cannot be found; use stop_token_ids")
+        include, min_tokens = params.include_stop_str_in_output, params.min_tokens
+        return StopStrings(self.tokenizer, params.stop_strings, include=include, min_tokens=min_tokens)
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -140,17 +234,17 @@ class LLM:
 
     def _output(self, request: Request, text: str | None = None) -> RequestOutput:
         ids = list(request.output_token_ids)
-        if text is None:
+        if text is None and request.stops is not None:
+            text = request.stops.text
+        elif text is None:
             text = self.tokenizer.decode(ids) if self.tokenizer else ""
-        completion = CompletionOutput(0, text, ids, request.finish_reason, request.stop_reason)
+        completion = CompletionOutput(0, text or "", ids, request.finish_reason, request.stop_reason)
+        if request.logprobs is not None:
+            completion.logprobs = list(request.logprobs)
+            chosen = zip(request.logprobs, ids, strict=True)
+            completion.cumulative_logprob = math.fsum(entry[token_id].logprob for entry, token_id in chosen)
         finished = request.finish_reason is not None
         return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, [completion], finished)
-
-
-def check_stop_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raises AdmissionError for a stop id outside the vocabulary."""
-    if bad := [t for t in params.stop_token_ids if not 0 <= t < vocab_size]:
-        raise AdmissionError(f"stop_token_ids holds {bad[0]}, which is outside the vocabulary 0..{vocab_size - 1}")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -5,16 +5,30 @@ from __future__ import annotations
 import dataclasses
 
 
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """logprob: natural logarithm of the model's own probability. rank: 1 for the best. decoded_token: None where the
+    model has no tokenizer."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
 @dataclasses.dataclass
 class CompletionOutput:
-    """text: decoded token_ids without special tokens. finish_reason: None while it runs, else "stop", "length" or
-    "abort". stop_reason: the stop id of the user's that ended it, None for the model's own end."""
+    """text: decoded token_ids without special tokens, cut at a stop string. finish_reason: None while it runs, else
+    "stop", "length" or "abort". stop_reason: the stop id or stop string of the user's that ended it, None for the
+    model's own end. logprobs: for each token the sampled id, then the best ids; None if not asked for.
+    cumulative_logprob: of all sampled tokens."""
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclasses.dataclass

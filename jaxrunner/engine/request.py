@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxrunner.engine.outputs import Logprob
+from jaxrunner.engine.stop_strings import StopStrings
 from jaxrunner.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass
 class Request:
-    """prompt: text, if it came as text. eos_token_ids: ids that end it unless params.ignore_eos.
+    """prompt: text, if it came as text. eos_token_ids: ids that end it unless params.ignore_eos. priority: lower runs
+    first; equal ones in order of arrival. seed: used when params.seed is None; fixed at arrival so that a preempted
+    request goes on with the same draws. cache_salt: requests share KV prefixes only with others of the same salt.
 
-    num_computed_tokens: tokens handed to the runner so far. blocks: allocator blocks per KV-cache group.
-    finish_reason: None, "stop" (an end id; stop_reason says which of the user's, None for the model's own), "length"
-    or "abort".
+    output_token_ids: what it has generated so far; for a running request the engine's columns are ahead of it until
+    `Scheduler.sync`. finish_reason: None, "stop" (an end id or string; stop_reason says which of the user's, None for
+    the model's own), "length" or "abort". stops: looks for its stop strings, if it has some. logprobs: one entry a
+    token, None if not asked for. num_cached_tokens: prompt tokens taken from the prefix cache at first admission.
     """
 
     request_id: str
@@ -21,27 +26,48 @@ class Request:
     params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     prompt: str | None = None
+    priority: int = 0
+    seed: int = 0
+    cache_salt: str | None = None
+    arrival: int = 0
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
-    num_computed_tokens: int = 0
-    blocks: tuple[list[int], ...] = ()
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    stops: StopStrings | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Requests run in ascending order of this; the last is preempted first."""
+        return self.priority, self.arrival
 
     def max_tokens(self, max_model_len: int) -> int:
         """Most tokens it may generate: at least one, and no token past max_model_len is ever run."""
         room = max(1, max_model_len - len(self.prompt_token_ids))
         return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
 
-    def append(self, token_id: int, max_model_len: int) -> None:
-        """Take a sampled token and decide whether it was the last."""
-        self.output_token_ids.append(token_id)
+    @property
+    def seeded_params(self) -> SamplingParams:
+        """The parameters with a seed, the same at every (re)admission."""
+        return self.params if self.params.seed is not None else dataclasses.replace(self.params, seed=self.seed)
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Ids that end it."""
+        own = [] if self.params.ignore_eos else list(self.eos_token_ids)
+        return list(dict.fromkeys(own + list(self.params.stop_token_ids)))
+
+    def finish(self, token_id: int) -> None:
+        """Note why the request ended with `token_id`."""
         if token_id in self.params.stop_token_ids:
             self.finish_reason, self.stop_reason = "stop", token_id
         elif token_id in self.eos_token_ids and not self.params.ignore_eos:
             self.finish_reason = "stop"
-        elif len(self.output_token_ids) >= self.max_tokens(max_model_len):
+        else:
             self.finish_reason = "length"

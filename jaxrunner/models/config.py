@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +13,8 @@ from jaxrunner.models.model import LayerSpec, Layout, Model
 from jaxrunner.models.rope_config import rope_from_config
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_SIZE = 2**31 - 1  # sizes and positions are int32 on the device
+MAX_LAYERS = 4096  # a larger number is damage: every layer is a Python object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +71,7 @@ def model_from_config(config: Mapping[str, Any], *, dtype: str = "float32", layo
             "query heads cannot share key heads evenly. Correct config.json."
         )
     llama_like = architecture in ("LlamaForCausalLM", "SmolLM3ForCausalLM")
-    attention_bias = bool(config.get("attention_bias", False)) and architecture != "MistralForCausalLM"
+    attention_bias = _flag(config, "attention_bias") and architecture != "MistralForCausalLM"
     qwen2 = architecture == "Qwen2ForCausalLM"
     max_positions = _positive(config, "max_position_embeddings", family.max_position_embeddings)
     return Model(
@@ -80,12 +84,12 @@ def model_from_config(config: Mapping[str, Any], *, dtype: str = "float32", layo
         head_dim=_head_dim(config, hidden_size, num_heads, family.head_dim),
         layers=_layers(config, architecture, family),
         rope=rope_from_config(config, default_theta=family.rope_theta, max_position_embeddings=max_positions),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_rms_norm_eps(config),
         max_position_embeddings=max_positions,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tie_word_embeddings)),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings", family.tie_word_embeddings),
         qkv_bias=qwen2 or attention_bias,
         o_bias=attention_bias and not qwen2,
-        mlp_bias=llama_like and bool(config.get("mlp_bias", False)),
+        mlp_bias=llama_like and _flag(config, "mlp_bias"),
         qk_norm=architecture == "Qwen3ForCausalLM",
         dtype=resolve_dtype(config, dtype),
         layout=_layout(layout),
@@ -111,6 +115,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or ()
     if not names:
         names = [name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")]
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"architectures must be a list of names, not {names!r}. Correct config.json.")
     for name in names:
         if name in FAMILIES:
             return name
@@ -126,9 +132,28 @@ def _positive(config: Mapping[str, Any], key: str, default: int | None = None, n
     value = config.get(key, default) if key not in config or config[key] is not None else null
     if value is None:
         raise CheckpointError(f"{key} is missing from the configuration; take config.json from the model's origin.")
-    if isinstance(value, bool) or value != int(value) or value <= 0:
-        raise CheckpointError(f"{key} must be a positive integer, not {value!r}. Correct config.json.")
+    if not _is_number(value) or not 0 < value <= MAX_SIZE or value != int(value):
+        raise CheckpointError(f"{key} must be a positive 32-bit integer, not {value!r}. Correct config.json.")
     return int(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """The truth value at `key`; a text such as "false" is refused, since it would count as true."""
+    value = config.get(key, default)
+    if value not in (None, False, True):
+        raise CheckpointError(f"{key} must be true or false, not {value!r}. Correct config.json.")
+    return bool(value)
+
+
+def _rms_norm_eps(config: Mapping[str, Any]) -> float:
+    value = config.get("rms_norm_eps", 1e-6)
+    if not _is_number(value) or not 0 <= value < math.inf:
+        raise CheckpointError(f"rms_norm_eps must be a number, 0 or more, not {value!r}. Correct config.json.")
+    return float(value)
 
 
 def _head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int, default: int | None) -> int:
@@ -148,8 +173,10 @@ def _head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int, defau
 
 def _layers(config: Mapping[str, Any], architecture: str, family: _Family) -> tuple[LayerSpec, ...]:
     count = _positive(config, "num_hidden_layers")
+    if count > MAX_LAYERS:
+        raise CheckpointError(f"num_hidden_layers is {count}; at most {MAX_LAYERS} can be run. Correct config.json.")
     window = config.get("sliding_window", family.sliding_window)
-    if architecture in SWITCHED_WINDOW and not config.get("use_sliding_window", False):
+    if architecture in SWITCHED_WINDOW and not _flag(config, "use_sliding_window"):
         window = None
     if window is not None:
         window = _positive({"sliding_window": window}, "sliding_window")
@@ -157,8 +184,9 @@ def _layers(config: Mapping[str, Any], architecture: str, family: _Family) -> tu
     if architecture == "SmolLM3ForCausalLM":
         interval = _positive(config, "no_rope_layer_interval", 4, null=4)
         given = config.get("no_rope_layers")
+        if given is not None:
+            _check_length("no_rope_layers", given, count)
         rope = [(i + 1) % interval != 0 for i in range(count)] if given is None else [bool(r) for r in given]
-        _check_length("no_rope_layers", rope, count)
     sliding = _sliding(config, architecture, count, window, rope)
     return tuple(LayerSpec(window if s else None, r) for s, r in zip(sliding, rope, strict=True))
 
@@ -186,9 +214,13 @@ def _sliding(
     if architecture == "SmolLM3ForCausalLM":
         return [not r for r in rope]
     first = config.get("max_window_layers", 28)
+    if not _is_number(first):
+        raise CheckpointError(f"max_window_layers must be a number, not {first!r}. Correct config.json.")
     return [i >= first for i in range(count)]
 
 
 def _check_length(key: str, values: Any, count: int) -> None:
+    if not isinstance(values, list | tuple):
+        raise CheckpointError(f"{key} must be a list with one entry a layer, not {values!r}. Correct config.json.")
     if len(values) != count:
         raise CheckpointError(f"{key} has {len(values)} entries for {count} layers (num_hidden_layers). Correct it.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import numbers
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing. Download the whole checkpoint.") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}). Download it again.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object. Download it again.")
@@ -34,6 +35,9 @@ def eos_token_ids(*sources: Any) -> tuple[int, ...]:
     ids: set[int] = set()
     for source in sources:
         for value in source if isinstance(source, list | tuple) else (source,):
-            if value is not None:
-                ids.add(int(value))
+            if value is None:
+                continue
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not 0 <= value < 2**31:
+                raise CheckpointError(f"eos_token_id must be a token id or a list of ids, not {value!r}. Correct it.")
+            ids.add(int(value))
     return tuple(sorted(ids))

@@ -49,13 +49,13 @@ class GGUFFile:
         try:
             cursor = _Cursor(data.data)
             metadata, directory = _read_header(cursor)
-        except (struct.error, ValueError, KeyError, IndexError, OverflowError, MemoryError) as error:
+        except (struct.error, ValueError, KeyError, IndexError, OverflowError, MemoryError, RecursionError) as error:
             raise _damaged(path, f"its header cannot be read ({error})") from error
-        alignment = int(metadata.get("general.alignment", 32))
-        if alignment <= 0:
-            raise _damaged(path, f"general.alignment is {alignment}")
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment <= 0:
+            raise _damaged(path, f"general.alignment is {alignment!r}")
         base = -(-cursor.position // alignment) * alignment
-        tensors = {}
+        tensors, due = {}, 0
         for name, (type_id, shape, offset) in directory.items():
             block, block_bytes = _block(path, name, type_id)
             if math.prod(shape) % block:
@@ -63,7 +63,14 @@ class GGUFFile:
             num_bytes = math.prod(shape) // block * block_bytes
             if base + offset + num_bytes > size:
                 raise _damaged(path, f"tensor {name!r} ends at byte {base + offset + num_bytes}, the file has {size}")
+            # Tensors lie one after the other, as llama.cpp asks for too: a damaged type or shape leaves a gap.
+            if offset != due:
+                raise _damaged(path, f"tensor {name!r} begins at offset {offset} where {due} is due")
+            due = -(-(offset + num_bytes) // alignment) * alignment
+            end = base + offset + num_bytes
             tensors[name] = GGUFTensor(type_id, shape, base + offset, num_bytes)
+        if tensors and size > max(end, base + due):
+            raise _damaged(path, f"its directory describes {end} bytes, the file has {size}")
         return cls(path, metadata, tensors)
 
     def read(self, name: str) -> np.ndarray:

@@ -56,9 +56,14 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         if value is None:
             raise CheckpointError(f"{file.path} lacks the metadata {arch}.{key}. Convert the model again.")
         if isinstance(value, list):
-            if len(set(value)) != 1:
+            if not value or any(item != value[0] for item in value):
                 raise CheckpointError(f"{file.path}: {arch}.{key} differs between layers, which is not supported.")
             value = value[0]
+        return value
+
+    def size(key: str, default: Any = None) -> int:
+        if not isinstance(value := get(key, default), int) or value <= 0:
+            raise CheckpointError(f"{file.path}: {arch}.{key} is {value!r}, no positive integer. Convert it again.")
         return value
 
     if get("expert_count", 0):
@@ -68,8 +73,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
             f"{file.path}: rotary factors in the tensor rope_freqs.weight (Llama 3.1 and later) are not supported. "
             "Use the model's safetensors checkpoint."
         )
-    hidden, heads = get("embedding_length"), get("attention.head_count")
-    head_dim = get("attention.key_length", hidden // heads)
+    hidden, heads = size("embedding_length"), size("attention.head_count")
+    head_dim = size("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if get(key, head_dim) != head_dim:
             raise CheckpointError(f"{file.path}: {arch}.{key} {get(key)} differs from the head size {head_dim}.")
@@ -77,17 +82,17 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "dtype": {1: "float16", 32: "bfloat16"}.get(meta.get("general.file_type", 0), "float32"),
+        "dtype": {"1": "float16", "32": "bfloat16"}.get(str(meta.get("general.file_type")), "float32"),
         "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "intermediate_size": get("feed_forward_length"),
-        "max_position_embeddings": get("context_length"),
+        "intermediate_size": size("feed_forward_length"),
+        "max_position_embeddings": size("context_length"),
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "num_attention_heads": heads,
-        "num_hidden_layers": get("block_count"),
-        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "num_hidden_layers": size("block_count"),
+        "num_key_value_heads": size("attention.head_count_kv", heads),
         "rms_norm_eps": _shortest(get("attention.layer_norm_rms_epsilon")),
         "rope_parameters": _rope(file, arch),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -95,15 +100,21 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _shortest(value: float) -> float:
-    """The number that was written as a float32, so that 9.999999747378752e-06 is 1e-05 again."""
+def _shortest(value: Any) -> Any:
+    """The number that was written as a float32, so that 9.999999747378752e-06 is 1e-05 again.
+
+    Anything but a number is handed on, for `model_from_config` to refuse.
+    """
+    if not isinstance(value, float):
+        return value
     return float(str(np.float32(value)))
 
 
 def _embedding_rows(file: GGUFFile) -> int:
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path} lacks tensor 'token_embd.weight'. Use a file with the whole model.")
-    return file.tensors["token_embd.weight"].shape[0]
+    shape = file.tensors["token_embd.weight"].shape
+    return shape[0] if shape else 0
 
 
 def _rope(file: GGUFFile, arch: str) -> dict[str, Any]:

@@ -57,10 +57,20 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
             f"{', '.join(map(repr, _PRE))}. Use the model's safetensors checkpoint, which has a tokenizer.json."
         )
     try:
-        tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-        merges: list[str] = metadata["tokenizer.ggml.merges"]
+        return _build(metadata, str(pre), splitter)
     except KeyError as error:
         raise CheckpointError(f"the GGUF file lacks {error}. Use a file with the whole tokenizer.") from error
+    except Exception as error:  # the tokenizers package raises bare Exception
+        raise CheckpointError(
+            f"the GGUF file's tokenizer.ggml metadata is damaged ({type(error).__name__}: {error}). Download it again."
+        ) from error
+
+
+def _build(
+    metadata: Mapping[str, Any], pre: str, splitter: Callable[[], pre_tokenizers.PreTokenizer]
+) -> Tokenizer:
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    merges: list[str] = metadata["tokenizer.ggml.merges"]
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     vocab = {token: i for i, token in enumerate(tokens)}
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]

@@ -46,6 +46,15 @@ def load(
     Raises `CheckpointError`, before weights are read wherever that is possible.
     """
     path = default_model_path() if source is None else locate(source)
+    try:
+        return _load(path, dtype, layout)
+    except CheckpointError as error:
+        if str(path) in str(error):
+            raise
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _load(path: Path, dtype: str, layout: Layout) -> tuple[Model, dict[str, Any], Tokenizer | None]:
     if path.is_file():
         file = GGUFFile.open(path)
         config = gguf_loader.config_from_gguf(file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,9 +41,12 @@ def rope_from_config(config: Mapping[str, Any], *, default_theta: float, max_pos
     `type`, and the base `rope_theta` inside the dictionary or at the top level. Spellings that say the same thing twice
     are fine; two that disagree raise `CheckpointError`, as do unknown rules, unknown parameters and missing ones.
     """
-    rules = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
-    for rule in rules:
-        if not isinstance(rule, Mapping) or any(isinstance(value, Mapping) for value in rule.values()):
+    given = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+    rules = list(given.values())
+    for key, rule in given.items():
+        if not isinstance(rule, Mapping):
+            raise CheckpointError(f"{key} must be an object, not {rule!r}. Correct config.json.")
+        if any(isinstance(value, Mapping) for value in rule.values()):
             raise CheckpointError("rope_parameters per layer type are not supported; one rule for all layers is.")
     specs = [_one_rule(rule, config, default_theta, max_position_embeddings) for rule in rules or [{}]]
     if any(spec != specs[0] for spec in specs):
@@ -50,8 +55,9 @@ def rope_from_config(config: Mapping[str, Any], *, default_theta: float, max_pos
 
 
 def _one_rule(rule: Mapping[str, Any], config: Mapping[str, Any], theta: float, max_positions: int) -> RopeSpec:
-    rope_type = _agreeing("rope_type", {"rope_type": rule.get("rope_type"), "type": rule.get("type")}) or "default"
-    if rope_type not in REQUIRED:
+    rope_type = _agreeing("rope_type", {"rope_type": rule.get("rope_type"), "type": rule.get("type")})
+    rope_type = "default" if rope_type is None else rope_type
+    if not isinstance(rope_type, str) or rope_type not in REQUIRED:
         raise CheckpointError(
             f"rope type {rope_type!r} is not supported. Supported: {', '.join(REQUIRED)}. Use another checkpoint."
         )
@@ -75,15 +81,26 @@ def _one_rule(rule: Mapping[str, Any], config: Mapping[str, Any], theta: float, 
         value = rule.get(name)
         value = fallback.get(name) if value is None else value
         if value is not None:
-            parameters[name] = float(value)
+            parameters[name] = _number(name, value)
         elif name in REQUIRED[rope_type]:
             raise CheckpointError(f"rope type {rope_type!r} needs the parameter {name}. Add it to config.json.")
-    return RopeSpec(float(theta if base is None else base), rope_type, tuple(sorted(parameters.items())))
+    base = _number("rope_theta", theta if base is None else base)
+    if base <= 0 or parameters.get("factor", 1) <= 0:
+        raise CheckpointError(f"rope_theta {base} and factor must be positive. Correct config.json.")
+    return RopeSpec(base, rope_type, tuple(sorted(parameters.items())))
 
 
 def _agreeing(what: str, spellings: Mapping[str, Any]) -> Any:
     """The one value that the given spellings have; None where none has one."""
     given = {key: value for key, value in spellings.items() if value is not None}
-    if len(set(given.values())) > 1:
+    values = list(given.values())
+    if any(value != values[0] for value in values):
         raise CheckpointError(f"conflicting values of {what}: {given}. Keep one of them in config.json.")
-    return next(iter(given.values()), None)
+    return values[0] if values else None
+
+
+def _number(what: str, value: Any) -> float:
+    """A finite number; `truncate` is a truth value, which counts as one."""
+    if not isinstance(value, numbers.Real) or not -math.inf < value < math.inf:
+        raise CheckpointError(f"{what} must be a finite number, not {value!r}. Correct config.json.")
+    return float(value)

@@ -66,6 +66,8 @@ class SafetensorsFile:
         """
         path = Path(path)
         size = path.stat().st_size
+        if not path.is_file():
+            raise _damaged(path, "it is no file")
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
@@ -75,7 +77,7 @@ class SafetensorsFile:
             header = json.loads(raw)
             metadata = header.pop("__metadata__", None) or {}
             entries = {name: _entry(value, 8 + length) for name, value in header.items()}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise _damaged(path, f"its header cannot be read ({error})") from error
         end = 8 + length
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):

@@ -52,7 +52,9 @@ def _sharded(directory: Path, index: Path) -> dict[str, SafetensorsFile]:
     try:
         weight_map: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a file name is no text")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read ({error!r}). Download it again.") from error
     for name in names:
         if Path(name).name != name:

@@ -118,7 +118,8 @@ def _template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     template = settings.get("chat_template") or _optional_json(directory / "chat_template.json").get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
+    if isinstance(template, list) and all(isinstance(entry, Mapping) for entry in template):
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{directory}: chat_template must be a text or a list of named ones. Correct it.")
     return template

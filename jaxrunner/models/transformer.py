@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxrunner.models.layers import apply_rope, linear, rms_norm, rotary_table
+from jaxrunner.models.layers import linear, rms_norm, rotary_table
 from jaxrunner.models.model import LayerSpec, Model
 from jaxrunner.pallas.attention import attention
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.pallas.implementation import Implementation
-from jaxrunner.pallas.kv_write import kv_write
+from jaxrunner.pallas.rope_kv_write import rope_kv_write
 
 
 def forward(
@@ -88,13 +88,18 @@ def _layer(
     tokens = x.shape[0]
     h = rms_norm(x, w["input_norm"], model.rms_norm_eps)
     qkv = linear(h, w["qkv"], w.get("qkv_bias")).reshape(tokens, -1, model.head_dim)
-    q, k, v = jnp.split(qkv, [model.num_heads, model.num_heads + model.num_kv_heads], axis=1)
-    if model.qk_norm:
-        q, k = rms_norm(q, w["q_norm"], model.rms_norm_eps), rms_norm(k, w["k_norm"], model.rms_norm_eps)
-    if spec.rope:
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
     implementation = _thawed(implementation)
-    cache = kv_write(cache, layer, k, v, metadata.slot_mapping, implementation=implementation)
+    norms = {"q_norm": w["q_norm"], "k_norm": w["k_norm"]} if model.qk_norm else {}
+    q, cache = rope_kv_write(
+        qkv,
+        cache,
+        layer,
+        metadata.slot_mapping,
+        rope if spec.rope else None,
+        **norms,
+        eps=model.rms_norm_eps,
+        implementation=implementation,
+    )
     scale = model.head_dim**-0.5
     attended = attention(q, cache, layer, metadata, scale=scale, window=spec.window, implementation=implementation)
     x = x + linear(attended.reshape(tokens, -1).astype(x.dtype), w["o"], w.get("o_bias"))

@@ -2,7 +2,7 @@
 
 The XLA implementations walk the keys in chunks of whole blocks with a running softmax, as far as the longest request
 of the step reaches, so their cost follows the real context and not the padded table. The chunk is fixed, hence a
-result does not depend on the width of the table.
+result does not depend on the width of the table. They are the specification of the Mosaic GPU kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.state.kv_cache import KEY, VALUE
 
 CHUNK_TOKENS = 256
-QUERY_TILE = 32
+QUERY_TILE = 64
 NEG_INF = float("-inf")
 
 
@@ -30,20 +30,40 @@ def attention(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "T H D"]:
     """Causal attention of each query over its request's keys up to its own position.
 
     q: queries in flat token order, H a multiple of KVH. blocks, layer: as in `kv_write`; the step's own keys are
     already there. metadata: of the layer's KV-cache group. scale: multiplies the scores. window: number of most
-    recent keys seen, the query's own included; None for all.
+    recent keys seen, the query's own included; None for all. soft_cap: scores become soft_cap * tanh(score / soft_cap)
+    (Gemma 2). sinks: a logit a head that takes part in the softmax and has no value (gpt-oss).
 
     Rows without keys give zeros. Whatever lies in dead blocks, past the end of a request or behind padded rows of the
     tables (NaN included) does not enter the result.
+
+    Raises ImplementationError where a named implementation cannot run or take this case.
     """
-    resolve("attention", implementation)
+    from jaxrunner.pallas import attention_mosaic
+
+    run = attention_xla
+    chosen = resolve("attention", implementation, attention_mosaic.reason_against(q, blocks, scale, soft_cap))
+    if chosen == "reference":
+        from jaxrunner.pallas.attention_reference import attention_reference as run
+    elif chosen == "mosaic":
+        if metadata.query_len is not None:
+            from jaxrunner.pallas.attention_decode_mosaic import decode_attention as run
+        else:
+            from jaxrunner.pallas.attention_prefill_mosaic import ragged_attention as run
+    return run(q, blocks, layer, metadata, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+
+
+def attention_xla(q, blocks, layer, metadata, *, scale, window=None, soft_cap=None, sinks=None):
+    """See `attention`; this is its specification."""
     run = _decode_xla if metadata.query_len is not None else _ragged_xla
-    return run(q, blocks, layer, metadata, scale=scale, window=window)
+    return run(q, blocks, layer, metadata, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
 
 
 def _chunk_blocks(width: int, block_size: int) -> int:
@@ -60,6 +80,12 @@ def _load(blocks, layer, which, ids):
     return data.reshape(*ids.shape[:-1], -1, *data.shape[-2:])
 
 
+def _start(rows, head_dim):
+    """(top, total, sum of values) of a running softmax that has seen nothing."""
+    f32 = jnp.float32
+    return jnp.full(rows, NEG_INF, f32), jnp.zeros(rows, f32), jnp.zeros((*rows, head_dim), f32)
+
+
 def _update(carry, scores, mask, values, product):
     """One step of the running softmax. scores, mask: [..., q, c]; product contracts c with the values."""
     top, total, acc = carry
@@ -71,7 +97,21 @@ def _update(carry, scores, mask, values, product):
     return new_top, total * keep + p.sum(axis=-1), acc * keep[..., None] + product(p, values)
 
 
-def _decode_xla(q, blocks, layer, metadata, *, scale, window):
+def _capped(scores, soft_cap):
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def _finish(carry, sinks):
+    """The result of a running softmax. sinks: shaped like the rows' totals, or None."""
+    top, total, acc = carry
+    if sinks is None:
+        return acc / jnp.where(total > 0, total, 1.0)[..., None]
+    highest = jnp.maximum(top, sinks)
+    keep = jnp.exp(top - highest)
+    return acc * (keep / (total * keep + jnp.exp(sinks - highest)))[..., None]
+
+
+def _decode_xla(q, blocks, layer, metadata, *, scale, window, soft_cap, sinks):
     """Every request has metadata.query_len queries: one batched product over requests and KV heads."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = blocks.shape[4], blocks.shape[3]
@@ -80,7 +120,7 @@ def _decode_xla(q, blocks, layer, metadata, *, scale, window):
     # [B, KVH, G * Q, D]: the queries that share a KV head are the rows of one product.
     q = q.reshape(batch, query_len, num_kv_heads, group, head_dim).astype(jnp.float32) * scale
     q = q.transpose(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, group * query_len, head_dim)
-    position = metadata.seq_lens[:, None] - query_len + jnp.arange(query_len)[None, :]
+    position = metadata.seq_lens[:, None] - query_len + jnp.arange(query_len, dtype=jnp.int32)[None, :]
     position = jnp.tile(position, (1, group))[:, None, :]
 
     chunk = _chunk_blocks(width, block_size)
@@ -89,12 +129,13 @@ def _decode_xla(q, blocks, layer, metadata, *, scale, window):
     def body(c, carry):
         ids = lax.dynamic_slice_in_dim(metadata.block_table, c * chunk, chunk, axis=1)
         k, v = _load(blocks, layer, KEY, ids), _load(blocks, layer, VALUE, ids)
-        key_position = c * chunk_tokens + jnp.arange(chunk_tokens)
+        key_position = c * chunk_tokens + jnp.arange(chunk_tokens, dtype=jnp.int32)
         exists = key_position[None, :] < metadata.seq_lens[:, None]
         mask = exists[:, None, None, :] & (key_position <= position[..., None])
         if window is not None:
             mask &= key_position > position[..., None] - window
-        scores = jnp.einsum("bkqd,bckd->bkqc", q, k, precision="highest")
+            exists &= key_position[None, :] > (metadata.seq_lens - query_len - window)[:, None]
+        scores = _capped(jnp.einsum("bkqd,bckd->bkqc", q, k, precision="highest"), soft_cap)
         v = jnp.where(exists[..., None, None], v, 0.0)
         return _update(carry, scores, mask, v, functools.partial(jnp.einsum, "bkqc,bckd->bkqd", precision="highest"))
 
@@ -104,14 +145,16 @@ def _decode_xla(q, blocks, layer, metadata, *, scale, window):
         oldest = jnp.where(metadata.seq_lens > 0, metadata.seq_lens - query_len - window + 1, jnp.iinfo(jnp.int32).max)
         first = jnp.clip(oldest.min(), 0) // chunk_tokens
     last = -(-metadata.seq_lens.max() // chunk_tokens)
-    init = (jnp.full(rows, NEG_INF), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
-    _, total, acc = lax.fori_loop(first, last, body, init)
-    out = acc / jnp.where(total > 0, total, 1.0)[..., None]
+    init = _start(rows, head_dim)
+    carry = lax.fori_loop(first, last, body, init)
+    if sinks is not None:
+        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, group), query_len, axis=1)
+    out = _finish(carry, sinks)
     out = out.reshape(batch, num_kv_heads, group, query_len, head_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(-1, num_heads, head_dim).astype(blocks.dtype)
 
 
-def _ragged_xla(q, blocks, layer, metadata, *, scale, window):
+def _ragged_xla(q, blocks, layer, metadata, *, scale, window, soft_cap, sinks):
     """Tiles of up to QUERY_TILE queries of one request, one after the other, each over just the keys it sees."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = blocks.shape[4], blocks.shape[3]
@@ -123,7 +166,7 @@ def _ragged_xla(q, blocks, layer, metadata, *, scale, window):
 
     starts = metadata.query_start_loc
     query_lens = starts[1:] - starts[:-1]
-    tile_ends = jnp.cumsum(-(-query_lens // tile))
+    tile_ends = jnp.cumsum(-(-query_lens // tile), dtype=jnp.int32)
     padded = jnp.pad(q.astype(jnp.float32) * scale, ((0, tile), (0, 0), (0, 0)))
 
     def run_tile(i, out):
@@ -131,7 +174,7 @@ def _ragged_xla(q, blocks, layer, metadata, *, scale, window):
         inner = i - (tile_ends[request] - -(-query_lens[request] // tile))
         start = starts[request] + inner * tile
         seq_len = metadata.seq_lens[request]
-        row = inner * tile + jnp.arange(tile)
+        row = inner * tile + jnp.arange(tile, dtype=jnp.int32)
         position = seq_len - query_lens[request] + row
         queries = lax.dynamic_slice_in_dim(padded, start, tile).reshape(tile, num_kv_heads, group, head_dim)
         table = metadata.block_table[request]
@@ -139,12 +182,13 @@ def _ragged_xla(q, blocks, layer, metadata, *, scale, window):
         def body(c, carry):
             ids = lax.dynamic_slice_in_dim(table, c * chunk, chunk)
             k, v = _load(blocks, layer, KEY, ids), _load(blocks, layer, VALUE, ids)
-            key_position = c * chunk_tokens + jnp.arange(chunk_tokens)
+            key_position = c * chunk_tokens + jnp.arange(chunk_tokens, dtype=jnp.int32)
             exists = key_position < seq_len
             mask = exists & (key_position <= position[:, None])
             if window is not None:
                 mask &= key_position > position[:, None] - window
-            scores = jnp.einsum("qkgd,ckd->kgqc", queries, k, precision="highest")
+                exists &= key_position > position[0] - window
+            scores = _capped(jnp.einsum("qkgd,ckd->kgqc", queries, k, precision="highest"), soft_cap)
             v = jnp.where(exists[:, None, None], v, 0.0)
             product = functools.partial(jnp.einsum, "kgqc,ckd->kgqd", precision="highest")
             return _update(carry, scores, mask, v, product)
@@ -152,12 +196,13 @@ def _ragged_xla(q, blocks, layer, metadata, *, scale, window):
         first = jnp.int32(0) if window is None else jnp.clip(position[0] - window + 1, 0) // chunk_tokens
         last = -(-jnp.minimum(position[-1] + 1, seq_len) // chunk_tokens)
         rows = (num_kv_heads, group, tile)
-        init = (jnp.full(rows, NEG_INF), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
-        _, total, acc = lax.fori_loop(first, last, body, init)
-        result = (acc / jnp.where(total > 0, total, 1.0)[..., None]).transpose(2, 0, 1, 3)
+        init = _start(rows, head_dim)
+        carry = lax.fori_loop(first, last, body, init)
+        by_row = None if sinks is None else sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1)
+        result = _finish(carry, by_row).transpose(2, 0, 1, 3)
         result = jnp.where((row < query_lens[request])[:, None, None, None], result, 0.0)
         # A tile's tail may cover the next request's rows; tiles run in order, so those are written after it.
         return lax.dynamic_update_slice_in_dim(out, result.reshape(tile, num_heads, head_dim), start, axis=0)
 
     out = jnp.zeros((num_tokens + tile, num_heads, head_dim), jnp.float32)
-    return lax.fori_loop(0, tile_ends[-1], run_tile, out)[:num_tokens].astype(blocks.dtype)
+    return lax.fori_loop(jnp.int32(0), tile_ends[-1], run_tile, out)[:num_tokens].astype(blocks.dtype)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,6 +65,16 @@ def refusal() -> str | None:
     return None
 
 
+def tensor_core_refusal() -> str | None:
+    """Why a kernel with the tensor core instructions of Hopper cannot be traced here and now, or None."""
+    if (reason := refusal()) or _interpreting.get() or _abstract_gpu():
+        return reason
+    capability = str(jax.devices()[0].compute_capability)
+    if capability != "9.0":
+        return f"it uses instructions of compute capability 9.0 (Hopper) only, this GPU has {capability}"
+    return None
+
+
 @contextlib.contextmanager
 def interpreting(*, detect_races: bool = False) -> Iterator[None]:
     """Kernels traced inside run on the CPU in Pallas's interpreter.
@@ -90,11 +102,40 @@ def lower_for_cuda(
 ) -> jax.stages.Lowered:
     """`f` traced and lowered for a CUDA device that need not exist; raises what the lowering on a GPU would raise.
 
+    Raises ImplementationError too where shared memory was given a swizzle that its slices would break.
+
     avals: arguments or ShapeDtypeStructs. device_kind, num_cores: the device, an H200 by default.
     """
     device = jax.sharding.AbstractDevice(device_kind=device_kind, platform="gpu", num_cores=num_cores)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+    with (
+        _refusing_short_swizzled_tiles(),
+        jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)),
+    ):
         return jax.jit(f).trace(*avals).lower(lowering_platforms=("cuda",))
+
+
+@contextlib.contextmanager
+def _refusing_short_swizzled_tiles() -> Iterator[None]:
+    """Layout inference may choose swizzled tiles of fewer than 8 rows for memory without declared transforms.
+
+    The swizzle has a period of 8 rows, and a slice at another row gets its phase wrong: right in the interpreter,
+    wrong on a GPU, and nothing complains. See `row_major_smem`.
+    """
+    from jax.experimental.mosaic.gpu import layout_inference
+
+    infer = layout_inference.infer_layout
+
+    def infer_and_check(module, *args, **kwargs):
+        infer(module, *args, **kwargs)
+        for tile in re.findall(r"#mosaic_gpu\.tile<\[([\d, ]+)\]>, #mosaic_gpu\.swizzle<(?!16 )", str(module)):
+            if any(int(size) % 8 for size in tile.split(",")[-2:]):
+                raise ImplementationError(f"layout inference swizzles shared memory in tiles of {tile} elements")
+
+    layout_inference.infer_layout = infer_and_check
+    try:
+        yield
+    finally:
+        layout_inference.infer_layout = infer
 
 
 def kernel(
@@ -106,11 +147,14 @@ def kernel(
     scratch_types: Any = (),
     num_threads: int | None = None,
     thread_name: str | None = None,
-    compiler_params: Any = None,
+    approx_math: bool = False,
+    auto_barriers: bool = True,
 ) -> Callable[..., Any]:
     """`plgpu.kernel`: `body` gets references to the operands, the outputs and the scratch of one CTA.
 
-    Its name is the kernel's name in a profile. Raises ImplementationError with the reason where it cannot be traced.
+    Its name is the kernel's name in a profile. approx_math: exp2, tanh and the like by the special function unit.
+    auto_barriers: a barrier of the warpgroup around each ordinary store; without, `commit` has to order them.
+    Raises ImplementationError with the reason where it cannot be traced.
     """
     if reason := refusal():
         raise ImplementationError(f"the Mosaic GPU kernel {body.__name__} cannot run here: {reason}")
@@ -122,7 +166,7 @@ def kernel(
         scratch_types=scratch_types,
         num_threads=num_threads,
         thread_name=thread_name,
-        compiler_params=compiler_params,
+        compiler_params=plgpu.CompilerParams(approx_math=approx_math, unsafe_no_auto_barriers=not auto_barriers),
     )
 
 
@@ -136,15 +180,18 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
     return pl.when(condition)
 
 
-def strided(size: int) -> Any:
+def strided(size: int, itemsize: int = 4) -> Any:
     """Layout of a vector of `size` elements (a multiple of 128), in words of up to 16 bytes a thread and load."""
-    vec_size = next(n for n in (4, 2, 1) if size % (n * LANES) == 0)
+    vec_size = next(n for n in (16, 8, 4, 2, 1) if n * itemsize <= 16 and size % (n * LANES) == 0)
     return plgpu.Layout.WG_STRIDED((size,), vec_size=vec_size)
 
 
-def load(ref: Any, *, layout: Any = None) -> jax.Array:
-    """A vector from a reference in GMEM or SMEM, in the given layout."""
-    return plgpu.load(ref, layout=layout)
+def load(ref: Any, *, layout: Any = None, optimized: bool = True) -> jax.Array:
+    """An array from a reference in GMEM or SMEM, in the given layout.
+
+    optimized: refuse a layout that SMEM cannot serve without bank conflicts; a matrix in GMEM needs False.
+    """
+    return plgpu.load(ref, layout=layout, optimized=optimized)
 
 
 def iota(size: int) -> jax.Array:
@@ -158,6 +205,207 @@ def full(size: int, scalar: Any) -> jax.Array:
     The explicit layout matters: without it the store of a constant picks one that does not fit 640 elements.
     """
     return plgpu.layout_cast(lax.broadcast_in_dim(jnp.asarray(scalar, jnp.int32), (size,), ()), strided(size))
+
+
+def interpreted() -> bool:
+    """Whether a kernel traced now is for the interpreter, which takes operands of a product from SMEM only."""
+    return _interpreting.get()
+
+
+def loop(start: Any, stop: Any) -> Callable[[Callable[[Any], None]], None]:
+    """Decorator: the function runs for each i32 from start to stop - 1."""
+    return pl.loop(start, stop)
+
+
+def in_place(array: jax.Array) -> Any:
+    """A mutable reference to `array`; pass it to a kernel that writes it in place, then read it with `[...]`.
+
+    The kernel's custom call aliases its output to it; nothing is copied where `array` is dead or donated.
+    """
+    return jax.new_ref(array)
+
+
+# Shared memory and its asynchronous copies.
+
+
+def row_major_smem(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory of rows one after the other; any rows may be sliced. Rows are 8 elements longer than asked for.
+
+    The tiles, of one row and 8 columns, leave it row-major and forbid JAX's layout inference to choose others. It
+    would swizzle the memory when a matrix in `tile_layout` passes through, in tiles as short as the slices, and a
+    slice that begins at no multiple of 8 rows would be out of phase. The padding spares bank conflicts.
+    """
+    columns = shape[-1] + 8
+    if columns % 8:
+        raise ImplementationError(f"rows of {shape[-1]} elements are no multiple of 8")
+    return plgpu.SMEM((*shape[:-1], columns), dtype, transforms=(plgpu.TilingTransform((1, 8)),))
+
+
+def swizzle_of(columns: int, dtype: Any) -> int | None:
+    """Bytes of the widest swizzle (128, 64, 32) that divides a row of `columns` elements, or None."""
+    row = columns * jnp.dtype(dtype).itemsize
+    return next((n for n in (128, 64, 32) if row % n == 0), None)
+
+
+def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the tiles that the tensor core and the copy engine share; slices are whole 8-row tiles."""
+    swizzle = swizzle_of(shape[-1], dtype)
+    if swizzle is None:
+        raise ImplementationError(f"rows of {shape[-1]} x {jnp.dtype(dtype).name} are no multiple of 32 bytes")
+    tile = (8, swizzle // jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle)))
+
+
+def barriers(count: int = 1, arrivals: int = 1) -> Any:
+    """`count` barriers that complete after `arrivals` arrivals each, a copy or a warpgroup being one."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+def copy_in(source: Any, target: Any, barrier: Any) -> None:
+    """Asynchronous copy GMEM -> SMEM by the copy engine; arrives at `barrier` when done.
+
+    Raises ImplementationError where the target is known to be no whole 8-row tiles of swizzled memory: the copy would
+    swizzle from the slice's first row on, its readers from the tile's. The interpreter does not swizzle.
+    """
+    if not _whole_tiles(target):
+        raise ImplementationError(f"a copy to rows of swizzled memory that are no whole tiles of 8: {target}")
+    plgpu.copy_gmem_to_smem(source, target, barrier)
+
+
+def _whole_tiles(ref: Any) -> bool:
+    """Whether slices of swizzled memory begin and end at whole tiles of 8 rows, as far as they are static."""
+    from jax._src.pallas.mosaic_gpu.core import UnswizzleRef
+
+    transforms = getattr(ref, "transforms", ())
+    if not any(isinstance(transform, UnswizzleRef) for transform in transforms):
+        return True
+    rows = [transform.indices[-2] for transform in transforms if len(getattr(transform, "indices", ())) >= 2]
+    for index in rows:
+        start, size = getattr(index, "start", index), getattr(index, "size", 1)
+        if size % 8 or (isinstance(start, int) and start % 8):
+            return False
+    return True
+
+
+def arrive(barrier: Any) -> None:
+    plgpu.barrier_arrive(barrier)
+
+
+def wait(barrier: Any) -> None:
+    plgpu.barrier_wait(barrier)
+
+
+def commit() -> None:
+    """Ordinary SMEM accesses of this warpgroup before are done and visible to its threads and the tensor core after."""
+    plgpu.commit_smem()
+
+
+def set_registers(count: int, action: str) -> None:
+    """Registers of each thread of this warpgroup; action is "increase" or "decrease"."""
+    plgpu.set_max_registers(count, action=action)
+
+
+# Values in registers.
+
+
+def tile_layout() -> Any:
+    """Layout of a matrix in the tensor core's registers: rows a multiple of 64, columns of 8."""
+    return plgpu.Layout.WGMMA
+
+
+def row_layout() -> Any:
+    """Layout of one number a row of such a matrix."""
+    return plgpu.Layout.WGMMA.reduce(1)
+
+
+@functools.cache
+def rows_layout(rows: int, columns: int, itemsize: int, *, in_smem: bool = False) -> Any:
+    """Layout of a short, wide matrix for coalesced accesses to GMEM: up to 16 bytes a thread, no thread idle.
+
+    Where the matrix is too small for all threads, warps or lanes hold it more than once. in_smem: it also passes
+    through `row_major_smem` of that many columns, where a store with bank conflicts is refused.
+    """
+    best = None
+    for vector in (16, 8, 4, 2, 1):
+        for lanes in (32, 16, 8, 4, 2, 1):
+            if columns % (vector * lanes) or vector * itemsize > 16:
+                continue
+            for warp_rows in (n for n in (32, 16, 8, 4, 2, 1) if n <= 32 // lanes):
+                if in_smem and _conflicts(vector * itemsize, lanes, warp_rows, (columns + 8) * itemsize):
+                    continue
+                for warps in (n for n in (4, 2, 1) if rows % (n * warp_rows) == 0):
+                    busy = warps * warp_rows * lanes
+                    score = (busy, vector * lanes * itemsize >= 64, vector * itemsize)
+                    if best is None or score > best[0]:
+                        best = (score, vector, lanes, warp_rows, warps)
+    assert best is not None
+    return _rows_layout(*best[1:])
+
+
+def _conflicts(size: int, lanes: int, warp_rows: int, pitch: int) -> bool:
+    """Whether threads that SMEM serves at once want different words of a bank. size: bytes a thread. pitch: of rows."""
+    copies = 32 // (lanes * warp_rows)
+    at_once = 32 * 4 // max(size, 4)
+    bank = min(size, 4)
+    for first in range(0, 32, at_once):
+        places = [divmod(thread // copies, lanes) for thread in range(first, first + at_once)]
+        addresses = {row * pitch + lane * size for row, lane in places}
+        if len({address // bank % (128 // bank) for address in addresses}) < len(addresses):
+            return True
+    return False
+
+
+def _rows_layout(vector: int, lanes: int, warp_rows: int, warps: int) -> Any:
+    from jax.experimental.mosaic.gpu import fragmented_array
+
+    # Dimensions after tiling: ..., warps, 1, warp_rows, lanes, 1, 1, vector.
+    columns = lanes * vector
+    tiling = plgpu.Tiling(((warps * warp_rows, columns), (warp_rows, columns), (1, vector), (vector,)))
+    copies = 32 // (lanes * warp_rows)
+    warp_dims = (-7,) if warps == 4 else (-7, plgpu.Replicated(4 // warps))
+    lane_dims = (-5, -4) if copies == 1 else (-5, -4, plgpu.Replicated(copies))
+    layout = fragmented_array.TiledLayout(tiling, warp_dims, lane_dims, -1, _check_canonical=False).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+def with_layout(value: jax.Array, layout: Any) -> jax.Array:
+    return plgpu.layout_cast(value, layout)
+
+
+def spread(vector: jax.Array, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+    """A vector along `axis` of a matrix, repeated along the other. Saying the layout spares its inference a search."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (axis,)), layout)
+
+
+def filled(shape: tuple[int, ...], value: float, layout: Any, dtype: Any = jnp.float32) -> jax.Array:
+    """A constant in a layout."""
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
+
+
+def index_of(shape: tuple[int, ...], axis: int) -> jax.Array:
+    """i32 row (axis 0) or column (axis 1) index of each element of a matrix in `tile_layout`."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def matmul(a: Any, b: Any, *, before_wait: Callable[[], None] | None = None) -> jax.Array:
+    """a @ b in float32 by the tensor core, b in SMEM. before_wait: runs after issue, before the result is awaited."""
+
+    def body(acc):
+        plgpu.wgmma(acc, a, b)
+        if before_wait is not None:
+            before_wait()
+        return acc[...]
+
+    return pl.run_scoped(body, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def matmul_add(acc: jax.Array, a: Any, b: Any) -> jax.Array:
+    """acc + a @ b by the tensor core; not in the interpreter."""
+
+    def body(ref):
+        plgpu.wgmma(ref, a, b)
+
+    return pl.run_state(body)(plgpu.ACC.init(acc))
 
 
 def _abstract_gpu() -> bool:

@@ -22,8 +22,18 @@ def kv_write(
 
     blocks: one KV-cache group, see `KVCache`. layer: index inside the group. The slot is split into (block, offset):
     a flat index over the cache would overflow 32 bits.
+
+    Raises ImplementationError where a named implementation cannot run or take this case.
     """
-    resolve("kv_write", implementation)
+    from jaxrunner.pallas import kv_write_mosaic as mosaic
+
+    if resolve("kv_write", implementation, mosaic.reason_against(blocks)) == "mosaic":
+        return mosaic.kv_write_mosaic(blocks, layer, k, v, slot_mapping)
+    return kv_write_xla(blocks, layer, k, v, slot_mapping)
+
+
+def kv_write_xla(blocks, layer, k, v, slot_mapping):
+    """See `kv_write`; this is its specification."""
     num_blocks, block_size = blocks.shape[2:4]
     # Padding goes past the last block: mode="drop" drops that, but would wrap a negative index.
     block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)

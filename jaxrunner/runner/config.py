@@ -6,7 +6,9 @@ import dataclasses
 
 from jaxrunner.compile.table import POLICIES, Policy
 from jaxrunner.errors import AdmissionError
+from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation
+from jaxrunner.state.runner_state import MAX_STOP_IDS, RunnerState, init_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +17,7 @@ class RunnerConfig:
     max_num_batched_tokens: most tokens in a step. num_blocks: allocator blocks of each KV-cache group, the null block
     included. block_size: tokens in an allocator block; kernel_block_size: tokens in a kernel block (divides it; the
     same by default). async_scheduling: `sample_tokens` returns an output that is still on its way.
+    max_stop_ids: end ids of a request that asks for min_tokens, the model's and its own.
     bucket_policy: see `BucketTable`. implementation: see `jaxrunner.pallas.implementation`.
     check_invariants: audit the plan of every step (slow; for tests).
     """
@@ -27,12 +30,14 @@ class RunnerConfig:
     kernel_block_size: int | None = None
     kv_dtype: str | None = None
     async_scheduling: bool = False
+    max_stop_ids: int = MAX_STOP_IDS
     bucket_policy: Policy = "compile"
     implementation: Implementation = None
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "num_blocks", "block_size"):
+        sizes = ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "num_blocks", "block_size", "max_stop_ids")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise AdmissionError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.block_size % self.kernel_block:
@@ -52,3 +57,17 @@ class RunnerConfig:
     @property
     def blocks_per_kv_block(self) -> int:
         return self.block_size // self.kernel_block
+
+
+def empty_state(model: Model, config: RunnerConfig) -> RunnerState:
+    """The state a runner of this configuration starts with."""
+    return init_state(
+        model,
+        max_requests=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        num_blocks=config.num_blocks * config.blocks_per_kv_block,
+        block_size=config.kernel_block,
+        blocks_per_kv_block=config.blocks_per_kv_block,
+        kv_dtype=config.kv_dtype,
+        max_stop_ids=config.max_stop_ids,
+    )

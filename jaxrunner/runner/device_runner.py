@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrunner.compile.buckets import Tier
+from jaxrunner.compile.buckets import TIERS, Tier
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.compile.programs import Program, ProgramSet
 from jaxrunner.compile.table import BucketTable
 from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxrunner.errors import AdmissionError, CapacityError, NotBuiltError
 from jaxrunner.models.model import Model
-from jaxrunner.runner.admission import check_new_request, check_scheduler_output
+from jaxrunner.runner.admission import check_block_lists, check_new_request, check_scheduler_output
 from jaxrunner.runner.batch_order import sort_requests
-from jaxrunner.runner.config import RunnerConfig
-from jaxrunner.runner.output import AsyncOutput
+from jaxrunner.runner.config import RunnerConfig, empty_state
+from jaxrunner.runner.output import NO_LOGPROBS, AsyncOutput
 from jaxrunner.runner.rows import RowMap
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.stages.inputs import StepInput, block_write_capacity
@@ -30,10 +30,11 @@ from jaxrunner.stages.sample import StepOutput
 from jaxrunner.stages.step import Pending
 from jaxrunner.state.admission import ENTRIES_PER_CALL, AdmitEntry, pack_admit, release_entry
 from jaxrunner.state.audit import audit
+from jaxrunner.state.block_moves import MOVES_PER_CALL, pack_moves
 from jaxrunner.state.block_tables import expand_block_ids
 from jaxrunner.state.block_writes import no_block_writes
-from jaxrunner.state.records import request_record
-from jaxrunner.state.runner_state import RunnerState, init_state
+from jaxrunner.state.records import check_stop_ids, derived_seed, masked_stop_ids, request_record
+from jaxrunner.state.runner_state import RunnerState
 
 
 class Parked(NamedTuple):
@@ -43,6 +44,7 @@ class Parked(NamedTuple):
     tier: Tier
     output: StepOutput | None
     pending: Pending | None
+    num_logprobs: np.ndarray
 
 
 class DeviceRunner:
@@ -56,25 +58,16 @@ class DeviceRunner:
         self.model = model
         self.weights = weights
         self.config = config
-        self.ladder = ladder or Ladder.default(
-            model, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
-        )
-        self.state: RunnerState = init_state(
-            model,
-            max_requests=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            num_blocks=config.num_blocks * config.blocks_per_kv_block,
-            block_size=config.kernel_block,
-            blocks_per_kv_block=config.blocks_per_kv_block,
-            kv_dtype=config.kv_dtype,
-        )
+        self.ladder = ladder or default_ladder(model, config)
+        self.state: RunnerState = empty_state(model, config)
         self.groups = self.state.tables.groups
         programs = ProgramSet(model, weights, self.state, self.ladder, implementation=config.implementation)
         self.table = BucketTable(programs, policy=config.bucket_policy)
         self.rows = RowMap(config.max_num_seqs)
         num_rows = config.max_num_seqs + 1
         self._num_blocks = np.zeros((num_rows, len(self.groups)), np.int32)
-        self._is_random = np.zeros(num_rows, bool)
+        self._tier = np.zeros(num_rows, np.int32)
+        self._num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
         self._seed = seed
         self._num_admitted = 0
         self._parked: Parked | None = None
@@ -91,6 +84,7 @@ class DeviceRunner:
             raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
         self._check(scheduler_output)
         writes = self.update_states(scheduler_output)
+        self._move_blocks(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             self._apply_admissions([AdmitEntry(row=0, block_writes=writes)] if len(writes) else [])
             return ModelRunnerOutput.with_kv_conn_output_only(None)
@@ -111,7 +105,7 @@ class DeviceRunner:
         if output is None:
             entry = self.table.get(self.table.programs.finish(len(parked.req_ids), parked.tier))
             self.state, output = self.table.call(entry, self.weights, self.state, parked.pending)
-        result = AsyncOutput(parked.req_ids, output)
+        result = AsyncOutput(parked.req_ids, output, parked.num_logprobs)
         return result if self.config.async_scheduling else result.get_output()
 
     def warm_up(self, **options: Any) -> None:
@@ -135,14 +129,10 @@ class DeviceRunner:
             entries.append(entry)
         for row in released:
             self._num_blocks[row] = 0
-            self._is_random[row] = False
+            self._tier[row], self._num_logprobs[row] = 0, NO_LOGPROBS
         self._apply_admissions([release_entry(row) for row in sorted(released)] + entries)
-        cached = so.scheduled_cached_reqs
-        writes = [
-            self._block_writes(self.rows[req_id], blocks)
-            for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
-            if blocks is not None
-        ]
+        grown = so.scheduled_cached_reqs.with_new_blocks()
+        writes = [self._block_writes(self.rows[req_id], blocks) for req_id, blocks in grown]
         return np.concatenate(writes or [no_block_writes()])
 
     def build_inputs(self, so: SchedulerOutput, block_writes: np.ndarray) -> tuple[list[str], StepInput]:
@@ -155,7 +145,7 @@ class DeviceRunner:
             num_draft_tokens=np.zeros(len(rows), np.int32),
             groups=self.groups,
             block_writes=block_writes,
-            tier="random" if self._is_random[rows].any() else "greedy",
+            tier=TIERS[self._tier[rows].max(initial=0)],
         )
         return req_ids, inputs
 
@@ -168,13 +158,13 @@ class DeviceRunner:
         if len(inputs.block_writes) > block_write_capacity(bucket, self.groups):
             self._apply_admissions([AdmitEntry(row=0, block_writes=inputs.block_writes)])
             inputs = StepInput(**{**inputs.__dict__, "block_writes": no_block_writes()})
-        fused = bucket.kind == "decode"
-        program = Program("step", bucket) if fused else programs.begin(bucket)
-        entry = self.table.get(program, real_tokens=inputs.num_tokens)
+        entry = self.table.get(programs.first(bucket), real_tokens=inputs.num_tokens)
         assert entry.program.bucket is not None
         upload = inputs.pack(entry.program.bucket)
         self.state, result = self.table.call(entry, self.weights, self.state, upload)
-        return Parked(req_ids, inputs.tier, result if fused else None, None if fused else result)
+        fused = entry.program.kind == "step"
+        num_logprobs = self._num_logprobs[inputs.idx_mapping]
+        return Parked(req_ids, inputs.tier, result if fused else None, None if fused else result, num_logprobs)
 
     def _apply_admissions(self, entries: list[AdmitEntry]) -> None:
         programs = self.table.programs
@@ -184,6 +174,22 @@ class DeviceRunner:
             upload = pack_admit(programs.admit_layout(entry.program), entries[:count])
             self.state = self.table.call(entry, self.state, upload)
             entries = entries[count:]
+
+    def _move_blocks(self, so: SchedulerOutput) -> None:
+        """Zero and copy whole blocks, before the forward pass."""
+        if not (so.new_block_ids_to_zero or so.kv_cache_block_copies):
+            return
+        entry = self.table.get(Program("moves", size=MOVES_PER_CALL))
+        for upload in self._moves(so):
+            self.state = self.table.call(entry, self.state, upload)
+
+    def _moves(self, so: SchedulerOutput) -> list[np.ndarray]:
+        n = self.config.blocks_per_kv_block
+        copies = so.kv_cache_block_copies or []
+        src = expand_block_ids([c.src_block_id for c in copies], n)
+        dst = expand_block_ids([c.dst_block_id for c in copies], n)
+        zero = expand_block_ids(list(so.new_block_ids_to_zero or []), n)
+        return pack_moves(zero, list(zip(src, dst, strict=True)))
 
     def _admit_entry(self, request: NewRequestData) -> AdmitEntry:
         row = self.rows.add(request.req_id)
@@ -198,13 +204,14 @@ class DeviceRunner:
             seed=self._next_seed(),
         )
         self._num_blocks[row] = 0
-        self._is_random[row] = not params.is_greedy
-        return AdmitEntry(row, record, tokens, self._block_writes(row, request.block_ids))
+        self._tier[row] = TIERS.index(params.tier)
+        self._num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        stop_ids = masked_stop_ids(params, self.model.eos_token_ids)
+        return AdmitEntry(row, record, tokens, self._block_writes(row, request.block_ids), stop_ids)
 
     def _next_seed(self) -> int:
         self._num_admitted += 1
-        sequence = np.random.SeedSequence(self._seed, spawn_key=(self._num_admitted,))
-        return int(sequence.generate_state(1, np.uint64)[0])
+        return derived_seed(self._seed, self._num_admitted)
 
     def _block_writes(self, row: int, block_ids: Iterable[list[int]]) -> np.ndarray:
         """Writes that append allocator blocks to a row's tables."""
@@ -232,25 +239,46 @@ class DeviceRunner:
                 vocab_size=self.model.vocab_size,
                 max_model_len=self.config.max_model_len,
                 num_groups=len(self.groups),
+                block_size=self.config.block_size,
+                num_scheduled_tokens=so.num_scheduled_tokens.get(request.req_id, 0),
+            )
+            check_stop_ids(
+                request.sampling_params or SamplingParams(),
+                self.model.eos_token_ids,
+                vocab_size=self.model.vocab_size,
+                max_stop_ids=self.config.max_stop_ids,
+                where=f"request {request.req_id!r}",
             )
             self._check_blocks(request.req_id, 0, request.block_ids)
-        cached = so.scheduled_cached_reqs
-        for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if blocks is not None:
-                self._check_blocks(req_id, self.rows[req_id], blocks)
+        for req_id, blocks in so.scheduled_cached_reqs.with_new_blocks():
+            check_block_lists(req_id, blocks, len(self.groups))
+            self._check_blocks(req_id, self.rows[req_id], blocks)
+        if so.new_block_ids_to_zero or so.kv_cache_block_copies:
+            named = [*(so.new_block_ids_to_zero or [])]
+            named += [b for c in so.kv_cache_block_copies or [] for b in (c.src_block_id, c.dst_block_id)]
+            self._check_pool("a block to zero or to copy", named)
+            self._moves(so)
         if so.total_num_scheduled_tokens > self.ladder.max_num_tokens:
             raise AdmissionError(
                 f"{so.total_num_scheduled_tokens} tokens in one step; this runner takes {self.ladder.max_num_tokens}"
             )
 
+    def _check_pool(self, what: str, ids: list[int]) -> None:
+        if bad := [b for b in ids if not 0 < b < self.config.num_blocks]:
+            raise AdmissionError(f"{what}: block {bad[0]} is outside 1..{self.config.num_blocks - 1}")
+
     def _check_blocks(self, req_id: str, row: int, block_ids: Iterable[list[int]]) -> None:
         for g, ids in enumerate(block_ids):
-            if bad := [b for b in ids if not 0 < b < self.config.num_blocks]:
-                raise AdmissionError(f"request {req_id!r}: block {bad[0]} is outside 1..{self.config.num_blocks - 1}")
+            self._check_pool(f"request {req_id!r}", ids)
             held = self._num_blocks[row, g] if row else 0
             width = self.state.tables.block_table[g].shape[1]
             if held + len(ids) * self.groups[g].blocks_per_kv_block > width:
                 raise AdmissionError(f"request {req_id!r}: more blocks than the {width} columns of its table")
+
+
+def default_ladder(model: Model, config: RunnerConfig) -> Ladder:
+    """The ladder of a runner that was given none."""
+    return Ladder.default(model, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
 
 
 def _admission_call(entries: list[AdmitEntry], programs: ProgramSet) -> tuple[int, Program]:

@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 
-from jaxrunner.contract import ModelRunnerOutput
+from jaxrunner.contract import LogprobsLists, ModelRunnerOutput
 from jaxrunner.stages.sample import NO_TOKEN, StepOutput
+
+NO_LOGPROBS = -1
+"""Stands for a request that asks for no log-probabilities; 0 asks for those of its own tokens."""
 
 
 class AsyncOutput:
-    """req_ids: in batch order. output: the step's device arrays, kept alive until they were copied."""
+    """req_ids: in batch order. output: the step's device arrays, kept alive until they were copied.
 
-    def __init__(self, req_ids: list[str], output: StepOutput):
+    num_logprobs: i32[B], how many best ids' log-probabilities each request asks for, NO_LOGPROBS for none at all.
+    """
+
+    def __init__(self, req_ids: list[str], output: StepOutput, num_logprobs: np.ndarray | None = None):
         self._req_ids = req_ids
+        none = np.full(len(req_ids), NO_LOGPROBS)
+        self._num_logprobs = none if num_logprobs is None else num_logprobs
+        asked = (self._num_logprobs > NO_LOGPROBS).any()
         self._device = output.sampled_token_ids
-        self._device.copy_to_host_async()
+        self._device_logprobs = output.logprobs if asked else None
+        for array in jax.tree.leaves((self._device, self._device_logprobs)):
+            array.copy_to_host_async()
         self._result: ModelRunnerOutput | None = None
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the copy. Later calls return the same object."""
         if self._result is None:
-            sampled = np.asarray(self._device)[: len(self._req_ids)]
-            tokens = [[t for t in row if t != NO_TOKEN] for row in sampled.tolist()]
+            count = len(self._req_ids)
+            sampled = np.asarray(self._device)[:count]
+            tokens = sampled.tolist()
+            if (sampled == NO_TOKEN).any():
+                tokens = [[t for t in row if t != NO_TOKEN] for row in tokens]
             self._result = ModelRunnerOutput(
                 req_ids=self._req_ids,
-                req_id_to_index={req_id: i for i, req_id in enumerate(self._req_ids)},
+                req_id_to_index=dict(zip(self._req_ids, range(count), strict=True)),
                 sampled_token_ids=tokens,
+                logprobs=self._logprobs(sampled[:, 0] != NO_TOKEN),
             )
         return self._result
+
+    def _logprobs(self, has_token: np.ndarray) -> LogprobsLists | None:
+        """The columns that each request asked for. has_token: bool[B], a token was sampled."""
+        if self._device_logprobs is None:
+            return None
+        found = self._device_logprobs
+        ids, values, ranks = map(np.asarray, (found.logprob_token_ids, found.logprobs, found.sampled_token_ranks))
+        count, asked = len(has_token), np.where(has_token, self._num_logprobs, NO_LOGPROBS)
+        width = min(int(self._num_logprobs.max()) + 1, values.shape[1])
+        shown = np.arange(width) <= asked[:, None]
+        return LogprobsLists(
+            np.where(shown, ids[:count, :width], NO_TOKEN),
+            np.where(shown, values[:count, :width], np.float32(-np.inf)),
+            np.where(asked > NO_LOGPROBS, ranks[:count], 0),
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 
 import numpy as np
 
@@ -25,6 +25,9 @@ class RowMap:
 
     def __len__(self) -> int:
         return len(self._row)
+
+    def keys(self) -> KeysView[str]:
+        return self._row.keys()
 
     @property
     def num_free(self) -> int:

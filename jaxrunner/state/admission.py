@@ -7,11 +7,14 @@ An entry names a row and rewrites all of it (every per-row field, the drafts, th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrunner.errors import CapacityError
+from jaxrunner.errors import InvariantError
 from jaxrunner.state.block_writes import apply_block_writes, check_block_writes, no_block_writes
 from jaxrunner.state.codec import Layout
 from jaxrunner.state.fields import RECORD_WIDTH, REQUEST_FIELDS
@@ -24,13 +27,15 @@ ENTRIES_PER_CALL = 16
 class AdmitEntry:
     """row: state row. record: i32[RECORD_WIDTH] or None to leave it. tokens: known ids from position 0 on.
 
-    block_writes: i32[N, 4], see `jaxrunner.state.block_writes`.
+    block_writes: i32[N, 4], see `jaxrunner.state.block_writes`. stop_ids: ids that min_tokens masks; written with the
+    record.
     """
 
     row: int
     record: np.ndarray | None = None
     tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     block_writes: np.ndarray = dataclasses.field(default_factory=no_block_writes)
+    stop_ids: Sequence[int] = ()
 
 
 def release_entry(row: int) -> AdmitEntry:
@@ -38,7 +43,8 @@ def release_entry(row: int) -> AdmitEntry:
     return AdmitEntry(row, record=np.zeros(RECORD_WIDTH, np.int32))
 
 
-def admit_layout(num_tokens: int, num_blocks: int, entries: int = ENTRIES_PER_CALL) -> Layout:
+def admit_layout(num_tokens: int, num_blocks: int, entries: int = ENTRIES_PER_CALL, *, max_stop_ids: int = 0) -> Layout:
+    """max_stop_ids: stop ids of one entry; no more than the state's."""
     return Layout(
         (
             ("num_block_writes", ()),
@@ -49,12 +55,16 @@ def admit_layout(num_tokens: int, num_blocks: int, entries: int = ENTRIES_PER_CA
             ("token_end", (entries,)),
             ("tokens", (num_tokens,)),
             ("block_writes", (num_blocks, 4)),
+            ("stop_ids", (entries, max_stop_ids)),
         )
     )
 
 
 def pack_admit(layout: Layout, entries: list[AdmitEntry]) -> np.ndarray:
-    """One upload for up to ENTRIES_PER_CALL entries. Raises CapacityError when their tokens or blocks do not fit."""
+    """One upload for up to ENTRIES_PER_CALL entries. Raises CapacityError when something of them does not fit."""
+    rewritten = [e.row for e in entries if e.record is not None]
+    if len(set(rewritten)) != len(rewritten):
+        raise InvariantError("two entries of one call rewrite the same row; their order would be undefined")
     writes = np.concatenate([e.block_writes for e in entries] or [no_block_writes()])
     check_block_writes(writes)
     zero = np.zeros(RECORD_WIDTH, np.int32)
@@ -68,8 +78,19 @@ def pack_admit(layout: Layout, entries: list[AdmitEntry]) -> np.ndarray:
             "token_end": np.cumsum([len(e.tokens) for e in entries]),
             "tokens": np.concatenate([e.tokens for e in entries]),
             "block_writes": writes,
+            "stop_ids": _pack_stop_ids([e.stop_ids for e in entries], layout.shape_of("stop_ids")[1]),
         }
     )
+
+
+def _pack_stop_ids(stop_ids: list[Sequence[int]], width: int) -> np.ndarray:
+    """i32[len(stop_ids), width] as the state holds them: id + 1, 0 where unused."""
+    packed = np.zeros((len(stop_ids), width), np.int32)
+    for row, ids in zip(packed, stop_ids, strict=True):
+        if len(ids) > width:
+            raise CapacityError(f"{len(ids)} stop ids do not fit the {width} of a row")
+        row[: len(ids)] = np.asarray(ids, np.int64) + 1
+    return packed
 
 
 def apply_admit(state: RunnerState, packed: jax.Array, *, layout: Layout) -> RunnerState:
@@ -84,6 +105,10 @@ def apply_admit(state: RunnerState, packed: jax.Array, *, layout: Layout) -> Run
     requests, sampling, tables = state.requests, state.sampling, state.tables
     requests = requests.replace(counters=requests.counters.at[rewritten].set(part["record"][:, :width], mode="drop"))
     sampling = sampling.replace(params=sampling.params.at[rewritten].set(part["record"][:, width:], mode="drop"))
+    if sampling.stop_ids is not None:
+        unused = sampling.max_stop_ids - part["stop_ids"].shape[1]
+        stop_ids = jnp.pad(part["stop_ids"], ((0, 0), (0, unused)))
+        sampling = sampling.replace(stop_ids=sampling.stop_ids.at[rewritten].set(stop_ids, mode="drop"))
     tables = tables.replace(num_blocks=tables.num_blocks.at[rewritten].set(0, mode="drop"))
     if requests.draft_tokens is not None:
         requests = requests.replace(draft_tokens=requests.draft_tokens.at[rewritten].set(0, mode="drop"))
@@ -96,7 +121,9 @@ def apply_admit(state: RunnerState, packed: jax.Array, *, layout: Layout) -> Run
     row = jnp.where((index < total) & (part["num_entries"] > 0), part["row"][entry], out_of_range)
     token_ids = requests.token_ids.at[row, index - start].set(part["tokens"], mode="drop")
 
-    extras = {name: value.at[rewritten].set(0, mode="drop") for name, value in state.extras.items()}
+    extras = {
+        name: value.at[rewritten].set(jnp.zeros((), value.dtype), mode="drop") for name, value in state.extras.items()
+    }
     return state.replace(
         requests=requests.replace(token_ids=token_ids),
         sampling=sampling,

@@ -17,7 +17,8 @@ def audit(state: RunnerState, *, shared_blocks: bool = False) -> None:
 
     the parking row is zero in every per-row array; lengths are ordered (prompt <= prefill <= total, computed < total);
     total_len == num_computed + 1 once the prefill is done; a row's blocks cover its computed tokens; no live block is
-    the null block or outside the pool; no block belongs to two rows (unless `shared_blocks`).
+    the null block or outside the pool; no block belongs to two places. With `shared_blocks`, rows may share a block
+    that is full in all of them, at the same column and behind equal tokens.
     """
     check_alive(state)
     counters = host_view(state.requests.counters)
@@ -33,6 +34,7 @@ def _check_parking_row(state: RunnerState, counters: np.ndarray) -> None:
         "requests.counters": counters,
         "requests.token_ids": state.requests.token_ids,
         "sampling.params": state.sampling.params,
+        "sampling.stop_ids": state.sampling.stop_ids,
         "tables.num_blocks": state.tables.num_blocks,
         **{f"tables.block_table[{g}]": t for g, t in enumerate(state.tables.block_table)},
         **{f"extras[{name!r}]": value for name, value in state.extras.items()},
@@ -64,5 +66,23 @@ def _check_blocks(state: RunnerState, g: int, shared_blocks: bool) -> None:
     pool = state.kv.blocks[g].shape[2]
     if held.size and not (held.min() > NULL_BLOCK and held.max() < pool):
         raise InvariantError(f"group {g} holds a block outside 1..{pool - 1}")
-    if not shared_blocks and len(np.unique(held)) != len(held):
+    ids, uses = np.unique(held, return_counts=True)
+    if not shared_blocks and (uses > 1).any():
         raise InvariantError(f"a block of group {g} belongs to two places")
+    for block in ids[uses > 1]:
+        in_use = np.arange(table.shape[1])[None, :] < num_blocks[:, None]
+        _check_shared(state, g, int(block), np.argwhere((table == block) & in_use), computed)
+
+
+def _check_shared(state: RunnerState, g: int, block: int, places: np.ndarray, computed: np.ndarray) -> None:
+    """places: (row, column) of each use of `block`."""
+    where = f"block {block} of group {g}, shared by rows {places[:, 0].tolist()},"
+    column = int(places[0, 1])
+    if (places[:, 1] != column).any():
+        raise InvariantError(f"{where} is at columns {places[:, 1].tolist()}: it would hold two positions")
+    end = (column + 1) * state.tables.groups[g].block_size
+    if (part := places[computed[places[:, 0]] < end, 0]).size:
+        raise InvariantError(f"{where} ends at token {end}, but row {part[0]} computed {computed[part[0]]}: not full")
+    first, *others = (host_view(state.requests.token_ids[row, :end]) for row in places[:, 0])
+    if any((first != other).any() for other in others):
+        raise InvariantError(f"{where} holds tokens 0..{end - 1} of rows whose tokens differ")

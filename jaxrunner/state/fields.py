@@ -34,6 +34,11 @@ SAMPLING_FIELDS: tuple[Field, ...] = (
     Field("temperature", "f32", "0 means greedy"),
     Field("seed_lo", "i32", "low word of the 64-bit seed"),
     Field("seed_hi", "i32", "high word of the 64-bit seed"),
+    Field("top_k", "i32", "ids to draw from; 0 means all"),
+    Field("top_p", "f32", "mass to draw from; 0 and 1 mean all"),
+    Field("min_p", "f32", "least probability relative to the largest; 0 means none"),
+    Field("min_len", "i32", "no stop id is sampled at a position below: prompt_len + min_tokens; 0 means anywhere"),
+    Field("tier", "i32", "index in TIERS of the lowest sampler tier that does what the request asks for"),
 )
 
 REQUEST_COLUMN: dict[str, int] = {f.name: i for i, f in enumerate(REQUEST_FIELDS)}

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrunner.compile.buckets import TIERS
 from jaxrunner.errors import AdmissionError
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.fields import encode_record, split_seed
+
+LEAST_TOP_P = 2.0**-126
+"""The smallest normal float32: a smaller top_p keeps the best id alone just the same, but 0 would mean off."""
 
 
 def request_record(
@@ -30,14 +34,52 @@ def request_record(
             "temperature": params.temperature,
             "seed_lo": low,
             "seed_hi": high,
+            "top_k": params.top_k,
+            "top_p": max(params.top_p, LEAST_TOP_P),
+            "min_p": params.min_p,
+            "min_len": prompt_len + params.min_tokens if params.min_tokens else 0,
+            "tier": TIERS.index(params.tier),
         }
     )
 
 
+def masked_stop_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:
+    """Ids that may not be sampled before min_tokens: the model's end ids (unless ignore_eos) and the request's own."""
+    if not params.min_tokens:
+        return []
+    eos = [] if params.ignore_eos else eos_token_ids
+    return list(dict.fromkeys([*eos, *params.stop_token_ids]))
+
+
+def check_stop_ids(
+    params: SamplingParams, eos_token_ids: Sequence[int], *, vocab_size: int, max_stop_ids: int, where: str = "request"
+) -> None:
+    """Raises AdmissionError for a stop id outside the vocabulary, or for more than the state can mask."""
+    if bad := [t for t in params.stop_token_ids if not 0 <= t < vocab_size]:
+        raise AdmissionError(
+            f"{where}: stop_token_ids holds {bad[0]}, which is outside the vocabulary 0..{vocab_size - 1}"
+        )
+    if (count := len(masked_stop_ids(params, eos_token_ids))) > max_stop_ids:
+        raise AdmissionError(
+            f"{where}: min_tokens has to mask {count} stop ids, a row holds {max_stop_ids}; give fewer stop_token_ids "
+            f"or start with max_stop_ids={count} (of RunnerConfig, LLM and init_state)"
+        )
+
+
+def derived_seed(seed: int, number: int) -> int:
+    """A 64-bit seed for request `number` of an engine with `seed`."""
+    return int(np.random.SeedSequence(seed, spawn_key=(number,)).generate_state(1, np.uint64)[0])
+
+
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, what: str = "prompt") -> np.ndarray:
     """The ids as i32[n]. Raises AdmissionError for an empty list or an id outside the vocabulary, naming it."""
-    ids = np.asarray(token_ids)
-    if ids.ndim != 1 or ids.size == 0:
+    try:
+        ids = np.asarray(token_ids)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise AdmissionError(f"the {what} must be a flat list of integer token ids ({error})") from error
+    if ids.ndim != 1:
+        raise AdmissionError(f"the {what} must be a flat list of integer token ids, got {token_ids!r}")
+    if ids.size == 0:
         raise AdmissionError(f"the {what} is empty; give at least one token id")
     if ids.dtype.kind not in "iu":
         raise AdmissionError(f"the {what} must be integer token ids, got {ids.dtype}")

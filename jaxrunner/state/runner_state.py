@@ -17,6 +17,7 @@ from jaxrunner.state.requests import RequestState
 from jaxrunner.state.sampling import SamplingState
 
 MAX_INT32 = 2**31 - 1
+MAX_STOP_IDS = 64
 
 
 class RunnerState(struct.PyTreeNode):
@@ -57,6 +58,7 @@ def init_state(
     blocks_per_kv_block: int = 1,
     kv_dtype: str | None = None,
     num_draft_tokens: int = 0,
+    max_stop_ids: int = MAX_STOP_IDS,
     groups: tuple[KVGroup, ...] | None = None,
 ) -> RunnerState:
     """An empty state.
@@ -67,12 +69,15 @@ def init_state(
     block_size: tokens in a kernel block. blocks_per_kv_block: kernel blocks in a block of the allocator.
     kv_dtype: dtype of the cache, the model's by default.
     num_draft_tokens: K, width of the draft table.
+    max_stop_ids: ids that can end a request which asks for min_tokens: the model's and its own.
     groups: how layers share block tables; by default one group for each distinct sliding window.
 
     Every leaf is an array of its own, so the whole state may be donated. Raises AdmissionError for sizes that cannot
     work, with the limit in the message.
     """
     _check_sizes(model, max_requests, max_model_len, block_size, blocks_per_kv_block)
+    if max_stop_ids < 1:
+        raise AdmissionError(f"max_stop_ids is {max_stop_ids}; at least 1 is needed")
     groups = groups or tuple(
         KVGroup(layers, model.layers[layers[0]].window, block_size, blocks_per_kv_block) for layers in model.kv_groups
     )
@@ -96,7 +101,10 @@ def init_state(
             num_blocks=jnp.zeros((rows, len(groups)), jnp.int32),
             groups=groups,
         ),
-        sampling=SamplingState(params=jnp.zeros((rows, len(SAMPLING_FIELDS)), jnp.int32)),
+        sampling=SamplingState(
+            params=jnp.zeros((rows, len(SAMPLING_FIELDS)), jnp.int32),
+            stop_ids=jnp.zeros((rows, max_stop_ids), jnp.int32),
+        ),
         kv=KVCache(
             blocks=tuple(
                 jnp.zeros((len(g.layers), 2, n, g.block_size, model.num_kv_heads, model.head_dim), dtype)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrunner import Bucket, Ladder, StepInput
-from jaxrunner.compile.ladder import geometric
+from jaxrunner.compile.ladder import geometric, quarters
 from jaxrunner.errors import CapacityError
 from jaxrunner.models.model import LayerSpec, Model
 from jaxrunner.state.block_tables import KVGroup
@@ -29,6 +29,18 @@ def test_the_last_rung_is_the_exact_maximum():
 def test_k112_the_largest_decode_batch_is_in_the_ladder():
     ladder = Ladder.default(MODEL, max_num_seqs=35)
     assert ladder.pick(inputs(*[1] * 35)) == Bucket("decode", 35, 35)
+
+
+def test_quarters_end_at_the_exact_maximum_and_never_quadruple():
+    assert quarters(256, 16) == (16, 64, 256)
+    assert quarters(8192, 16) == (32, 128, 512, 2048, 8192)
+    assert quarters(300, 16) == (24, 80, 300)
+    assert quarters(7, 16) == (7,)
+
+
+@pytest.mark.parametrize(("seqs", "rungs"), [(1, (1,)), (2, (1, 2)), (8, (1, 4, 8)), (256, (1, 16, 256))])
+def test_second_halves_exist_for_three_sizes(seqs, rungs):
+    assert Ladder.default(MODEL, max_num_seqs=seqs).finish == rungs
 
 
 def test_pick_takes_the_smallest_that_fits():

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxrunner import BucketTable, DeviceRunner, Ladder, RunnerConfig, init_state
+from jaxrunner.compile.buckets import TIERS
 from jaxrunner.compile.counter import CompileCounter
 from jaxrunner.compile.programs import Program, ProgramSet
 from jaxrunner.errors import BucketMissError
@@ -36,6 +37,21 @@ def test_a_default_engine_has_at_most_40_executables(seqs, tokens):
     assert len(names) == len(set(names)) <= 40
 
 
+def test_only_the_greedy_decode_is_fused():
+    """Every other step is a first half of its bucket, shared by the tiers, and a second half of its tier."""
+    programs = programs_of(Ladder((1, 2), (4, 16), (1, 2)))
+    listed = programs.all()
+    assert {str(p) for p in listed if p.kind == "step"} == {"decode[1x1]/greedy", "decode[2x1]/greedy"}
+    for tier in TIERS:
+        for bucket in (programs.ladder.decode_bucket(2, tier), programs.ladder.mixed_bucket(16, tier)):
+            first = programs.first(bucket)
+            assert first in listed
+            assert (first.kind == "step") == (bucket.kind == "decode" and tier == "greedy")
+            assert programs.finish(2, tier) in listed
+    shapes = {str(programs.pending_shapes(p.bucket)) for p in listed if p.kind == "begin"}
+    assert len(shapes) == 1, "one second half must take the result of every first half"
+
+
 def test_warm_up_compiles_everything_once_and_reports(capsys):
     table = BucketTable(programs_of(SMALL), policy="refuse")
     seen = []
@@ -52,6 +68,14 @@ def test_warm_up_compiles_everything_once_and_reports(capsys):
     assert "decode[2x1]/greedy" in text
 
 
+def test_a_warm_up_can_show_a_bar_on_stderr(capfd):
+    table = BucketTable(programs_of(SMALL))
+    table.warm_up([Program("admit", size=64)], progress=True)
+    captured = capfd.readouterr()
+    assert "1/1" in captured.err
+    assert captured.out == ""
+
+
 def test_policy_refuse_names_the_program_and_the_way_out():
     table = BucketTable(programs_of(SMALL), policy="refuse")
     with pytest.raises(BucketMissError, match=r"decode\[1x1\]/greedy is not compiled.*warm_up"):
@@ -65,7 +89,7 @@ def test_policy_next_larger_takes_it_and_counts_the_miss():
     assert table.get(Program("step", SMALL.decode_bucket(1, "greedy"))).program == larger
     assert table.misses == 1
     with pytest.raises(BucketMissError, match="begin"):
-        table.get(table.programs.begin(SMALL.mixed_bucket(4, "greedy")))
+        table.get(table.programs.first(SMALL.mixed_bucket(4, "greedy")))
 
 
 def test_policy_compile_counts_and_announces(caplog):

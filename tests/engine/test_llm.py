@@ -32,7 +32,7 @@ def test_all_prompts_in_one_batch_equal_the_goldens(smollm2_llm):
         assert_equal_up_to_a_near_tie(prompt["name"], output.outputs[0].token_ids)
         assert output.outputs[0].finish_reason == "length"
     smollm2_llm.runner.audit()
-    assert smollm2_llm.scheduler.pools[0].num_free == smollm2_llm.scheduler.pools[0].num_usable
+    assert smollm2_llm.scheduler.pool.num_free == smollm2_llm.scheduler.pool.num_usable
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=[p["name"] for p in PROMPTS])
@@ -92,7 +92,7 @@ def test_leaving_a_stream_early_frees_the_request(smollm2_llm):
     for _ in smollm2_llm.stream("Once upon a time", SamplingParams(temperature=0.0, max_tokens=50)):
         break
     assert not smollm2_llm.scheduler.has_work
-    assert smollm2_llm.scheduler.pools[0].num_free == smollm2_llm.scheduler.pools[0].num_usable
+    assert smollm2_llm.scheduler.pool.num_free == smollm2_llm.scheduler.pool.num_usable
     smollm2_llm.runner.audit()
 
 

@@ -11,6 +11,7 @@ from jaxrunner.contract import (
     CachedRequestData,
     ECConnectorOutput,
     GrammarOutput,
+    KVCacheBlockCopy,
     KVConnectorOutput,
     ModelRunnerOutput,
     SchedulerOutput,
@@ -108,8 +109,6 @@ def test_encoder_only_output_lists_the_requests():
         ("kv_connector_metadata", object()),
         ("ec_connector_metadata", object()),
         ("ec_manager_metadata", object()),
-        ("new_block_ids_to_zero", [3]),
-        ("kv_cache_block_copies", [object()]),
         ("partial_tail_offloads", {"a": [(0, 1, 2)]}),
     ],
 )
@@ -146,6 +145,8 @@ def test_every_contract_field_is_acted_on_or_refused():
         "total_num_scheduled_tokens",
         "finished_req_ids",
         "preempted_req_ids",
+        "new_block_ids_to_zero",
+        "kv_cache_block_copies",
     }
     hints = {"num_common_prefix_blocks", "scheduled_encoder_input_stats"}  # a cascade hint and a statistic
     fields = {f.name for f in dataclasses.fields(SchedulerOutput)}
@@ -177,6 +178,9 @@ def test_every_contract_field_is_acted_on_or_refused():
         (plan({"a": 1}, [new("a", [1] * 97, [1])]), "max_model_len is 96"),
         (plan({"a": 1}, [new("a", [1, 2], [1], num_computed_tokens=2)]), "last token"),
         (plan({"a": 1}, [new("a", [1, 2], [1], prefill_token_ids=[1])]), "shorter than the prompt"),
+        (plan({}, new_block_ids_to_zero=[40]), "block 40"),
+        (plan({}, new_block_ids_to_zero=[3, 3]), "twice"),
+        (plan({}, kv_cache_block_copies=[KVCacheBlockCopy(0, 3)]), "block 0"),
         (plan({"a": 33}, [new("a", [1] * 40, [1, 2, 3, 4, 5])]), "takes 32"),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 
 from jaxrunner import DeviceRunner, SamplingParams
 from jaxrunner.compile.counter import CompileCounter
+from jaxrunner.contract import KVCacheBlockCopy
 from jaxrunner.state.runner_state import host_view
 from tests.conftest import GOLDEN, load_tiny
 from tests.runner.plans import CONFIG, LADDER, new, plan, run
@@ -116,6 +117,31 @@ def test_a_prefix_hit_starts_in_the_middle(runner, golden):
     runner.config = config
 
 
+def test_blocks_are_zeroed_and_copied_before_the_forward_pass(runner, golden):
+    """A copy-on-write tail: `b` continues from a private copy of `a`'s last block, which `a` goes on writing."""
+    prompt, greedy = golden[1]
+    tokens = complete(runner, "a", prompt, 4)
+    known = prompt + tokens[:3]
+    tail = BLOCKS["a"][len(known) // 8]
+    shared = [*BLOCKS["a"][: len(known) // 8], BLOCKS["b"][0]]
+    copy = new(
+        "b", prompt, shared + BLOCKS["b"][1:3], prefill_token_ids=known + tokens[3:], num_computed_tokens=len(known)
+    )
+    runner.state = runner.state.replace(
+        kv=runner.state.kv.replace(blocks=tuple(b.at[:, :, BLOCKS["b"][0]].set(np.nan) for b in runner.state.kv.blocks))
+    )
+    runner.config = runner.config.__class__(**{**runner.config.__dict__, "check_invariants": False})
+    so = plan(
+        {"b": 1, "a": 1},
+        [copy],
+        new_block_ids_to_zero=[BLOCKS["b"][0] + 3],
+        kv_cache_block_copies=[KVCacheBlockCopy(tail, BLOCKS["b"][0])],
+    )
+    step = run(runner, so)
+    assert step["a"] == step["b"] == greedy[4:5]
+    assert not np.asarray(runner.state.kv.blocks[0][:, :, BLOCKS["b"][0] + 3]).any()
+
+
 def test_the_scheduler_mirror_never_overwrites_the_device_count(runner, golden):
     prompt, greedy = golden[1]
     tokens = complete(runner, "a", prompt, 2)
@@ -204,7 +230,8 @@ def test_500_mixed_steps_compile_nothing(runner, golden):
             length = int(rng.integers(1, 30))
             count = min(length, budget)
             live[req_id] = {"left": length - count, "blocks": [free.pop() for _ in range(8)], "age": 0}
-            params = SamplingParams(temperature=float(rng.integers(0, 2)), seed=serial)
+            kinds = ({}, {"top_k": 5}, {"min_tokens": 2, "top_p": 0.9}, {"logprobs": int(rng.integers(0, 4))})
+            params = SamplingParams(float(rng.integers(0, 2)), seed=serial, **kinds[rng.integers(0, 4)])
             fresh.append(new(req_id, rng.integers(2, 250, length).tolist(), live[req_id]["blocks"], params))
             tokens[req_id], budget = count, budget - count
         return plan(tokens, fresh, finished_req_ids=set(finished))

@@ -9,14 +9,15 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
-from jaxrunner import init_state, step
+from jaxrunner import SamplingParams, init_state, step
 from jaxrunner.compile.buckets import Bucket
 from jaxrunner.models import transformer
 from jaxrunner.models.loading import load
 from jaxrunner.models.model import LayerSpec
 from jaxrunner.stages.inputs import StepInput
 from jaxrunner.state.block_writes import no_block_writes
-from jaxrunner.state.fields import RECORD_FIELDS, REQUEST_COLUMN, SAMPLING_COLUMN
+from jaxrunner.state.fields import REQUEST_COLUMN, REQUEST_FIELDS, SAMPLING_COLUMN
+from jaxrunner.state.records import request_record
 from jaxrunner.state.runner_state import RunnerState
 
 TINY = Path(__file__).parents[1] / "golden" / "tiny"
@@ -28,7 +29,8 @@ def tiny(name: str, windows: tuple[int | None, ...] | None = None, layout: str =
     """(model, weights) of a golden, float32; positions up to MAX_MODEL_LEN; windows: of each layer, if not its own."""
     model, weights, _ = load(str(TINY / name), layout=layout)
     if windows is not None:
-        model = model.replace(layers=tuple(LayerSpec(window, s.rope) for window, s in zip(windows, model.layers)))
+        specs = zip(windows, model.layers, strict=True)
+        model = model.replace(layers=tuple(LayerSpec(window, spec.rope) for window, spec in specs))
     if model.rope.rope_type == "default":
         model = model.replace(max_position_embeddings=MAX_MODEL_LEN)
     return model, weights
@@ -73,36 +75,29 @@ def empty_host(model, rows=ROWS, max_model_len=MAX_MODEL_LEN, num_blocks=NUM_BLO
 
 
 def to_host(state: RunnerState) -> SimpleNamespace:
-    """Copies of everything in a state: counters by name, seeds as 64-bit numbers."""
-    counters, params = np.array(state.requests.counters), np.array(state.sampling.params)
-    low = SAMPLING_COLUMN["seed_lo"]
-    host = SimpleNamespace(
+    """Copies of everything in a state: counters by name, sampling parameters as the words they are."""
+    counters = np.array(state.requests.counters)
+    return SimpleNamespace(
         template=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state),
         token_ids=np.array(state.requests.token_ids),
-        temperature=params[:, SAMPLING_COLUMN["temperature"]].copy().view(np.float32),
-        seed=np.ascontiguousarray(params[:, low : low + 2]).view(np.uint64)[:, 0],
+        params=np.array(state.sampling.params),
         block_table=[np.array(t) for t in state.tables.block_table],
         num_blocks=np.array(state.tables.num_blocks),
         kv=[np.array(b) for b in state.kv.blocks],
         **{name: counters[:, column].copy() for name, column in REQUEST_COLUMN.items()},
     )
-    assert len(RECORD_FIELDS) == len(REQUEST_COLUMN) + 3, "a field was added: describe it here too"
-    return host
 
 
 def to_state(host: SimpleNamespace) -> RunnerState:
     """The `RunnerState` of a description. Nothing is compiled: every leaf is copied up."""
     state, put = host.template, lambda array: jax.device_put(np.array(array))
     counters = np.stack([getattr(host, name) for name in REQUEST_COLUMN], axis=1)
-    words = np.ascontiguousarray(host.seed).view(np.int32).reshape(-1, 2)
-    params = np.concatenate([host.temperature.view(np.int32)[:, None], words], axis=1)
-    assert list(SAMPLING_COLUMN) == ["temperature", "seed_lo", "seed_hi"]
     return state.replace(
         requests=state.requests.replace(token_ids=put(host.token_ids), counters=put(counters)),
-        sampling=state.sampling.replace(params=put(params)),
-        tables=state.tables.replace(
-            block_table=tuple(map(put, host.block_table)), num_blocks=put(host.num_blocks)
+        sampling=jax.tree.map(lambda leaf: put(np.zeros(leaf.shape, leaf.dtype)), state.sampling).replace(
+            params=put(host.params)
         ),
+        tables=state.tables.replace(block_table=tuple(map(put, host.block_table)), num_blocks=put(host.num_blocks)),
         kv=state.kv.replace(blocks=tuple(map(put, host.kv))),
     )
 
@@ -117,14 +112,15 @@ def oracle_state(host: SimpleNamespace, block_writes=()) -> dict:
     for g, row, column, block in block_writes:
         assert column == len(tables[g][row])
         tables[g][row].append(int(block))
+    low = SAMPLING_COLUMN["seed_lo"]
     return {
         "token_ids": host.token_ids.tolist(),
         "prefill_len": host.prefill_len.tolist(),
         "total_len": host.total_len.tolist(),
         "num_computed": host.num_computed_tokens.tolist(),
         "last_sampled": host.last_sampled_token.tolist(),
-        "temperature": host.temperature.tolist(),
-        "seed": [int(s) for s in host.seed],
+        "temperature": host.params[:, SAMPLING_COLUMN["temperature"]].view(np.float32).tolist(),
+        "seed": [int(s) for s in host.params[:, low : low + 2].copy().view(np.uint64)[:, 0]],
         "tables": tables,
         "groups": [list(g.layers) for g in groups],
         "block_size": [g.block_size for g in groups],
@@ -162,9 +158,11 @@ def random_host(model, rng: np.random.Generator, bucket: Bucket):
         host.total_len[row], host.num_computed_tokens[row] = total, computed
         host.token_ids[row, :total] = rng.integers(0, model.vocab_size, total)
         host.last_sampled_token[row] = host.token_ids[row, total - 1] if decodes else 0
-        if bucket.tier == "random" and rng.random() < 0.7:
-            host.temperature[row] = rng.choice([0.3, 0.8, 1.0, 1.7])
-        host.seed[row] = rng.integers(0, 2**64, dtype=np.uint64)
+        random = bucket.tier == "random" and rng.random() < 0.7
+        params = SamplingParams(float(rng.choice([0.3, 0.8, 1.0, 1.7])) if random else 0.0)
+        seed = int(rng.integers(0, 2**64, dtype=np.uint64))
+        record = request_record(prompt_len=1, prefill_len=1, num_computed_tokens=0, params=params, seed=seed)
+        host.params[row] = record[len(REQUEST_FIELDS) :]
         runs = row in batched and count <= budget
         if runs:
             batch.append((int(row), count))

@@ -110,6 +110,19 @@ def test_worked_example_of_four_decodes():
     assert batch.slot_mapping[0].tolist() == [*slots, -1, -1, -1, -1]
 
 
+def test_padding_behind_a_full_batch_is_neutral():
+    """Two requests fill the bucket's rows, 11 of its 16 tokens are padding: no row of padding stands behind those."""
+    state, rows = jaxrunner.admit(new_state(), [[11, 12, 13], [21, 22]])
+    inputs = jaxrunner.plan(state, dict(zip(rows, (3, 2), strict=True)))
+    batch = prepare_inputs(state, inputs, bucket=Bucket("mixed", 16, 2, 16))
+    assert lists(batch, "query_start_loc", "input_ids", "positions") == [
+        [0, 3, 5],
+        [11, 12, 13, 21, 22] + [0] * 11,
+        [0, 1, 2, 0, 1] + [0] * 11,
+    ]
+    assert batch.slot_mapping[0].tolist() == [16, 17, 18, 32, 33] + [-1] * 11
+
+
 def test_post_update_with_rejected_drafts():
     """Row 5 runs 1 + 3 drafts, 2 tokens are kept: computed 100 -> 102, total 101 -> 103."""
     state = with_rows(new_state(), num_computed_tokens={5: 100}, total_len={5: 101}, prefill_len={5: 90})
@@ -127,9 +140,7 @@ def test_post_update_with_rejected_drafts():
 
 def test_commit_drops_padding_whatever_it_holds():
     """Rows that map to the parking row write nothing, even with junk lengths and samples; rows in any order."""
-    state = with_rows(
-        new_state(), num_computed_tokens={6: 3, 2: 9}, total_len={6: 4, 2: 10}, prefill_len={6: 4, 2: 8}
-    )
+    state = with_rows(new_state(), num_computed_tokens={6: 3, 2: 9}, total_len={6: 4, 2: 10}, prefill_len={6: 4, 2: 8})
     batch = requests([6, 0, 2, 0], [1, 99, 1, -5], [4, 7, 10, 9], [4, 1, 8, 0])
     after = commit(state, batch, jnp.array([[50], [51], [52], [53]], jnp.int32), jnp.array([1, 1, 1, 1], jnp.int32))
     assert not np.asarray(after.requests.counters)[0].any()
@@ -168,12 +179,20 @@ def test_decode_with_two_drafts():
     """The last sampled token and its drafts; three logits rows."""
     state = with_rows(
         new_state(num_draft_tokens=2),
-        num_computed_tokens={4: 10}, total_len={4: 11}, prefill_len={4: 8}, last_sampled_token={4: 77},
-        drafts={4: [5, 6]}, blocks={4: [1]},
+        num_computed_tokens={4: 10},
+        total_len={4: 11},
+        prefill_len={4: 8},
+        last_sampled_token={4: 77},
+        drafts={4: [5, 6]},
+        blocks={4: [1]},
     )
     batch = batch_of(state, [4], [3], Bucket("decode", 6, 2, 3), drafts=[2])
     assert lists(batch, "query_start_loc", "input_ids", "positions", "seq_lens", "logits_indices") == [
-        [0, 3, 3], [77, 5, 6, 0, 0, 0], [10, 11, 12, 0, 0, 0], [13, 0], [0, 1, 2, 0, 0, 0]
+        [0, 3, 3],
+        [77, 5, 6, 0, 0, 0],
+        [10, 11, 12, 0, 0, 0],
+        [13, 0],
+        [0, 1, 2, 0, 0, 0],
     ]
 
 
@@ -293,7 +312,8 @@ def test_k034_a_window_is_a_layers_own(query_len):
     metadata = metadata_of([0, 1], [12], table, query_len)
     for layer, window, first in ((0, 4, 8), (1, None, 0)):
         out = attention(jnp.zeros((1, 1, 12)), blocks, jnp.int32(layer), metadata, scale=1.0, window=window)
-        assert np.flatnonzero(np.asarray(out)[0, 0]).tolist() == list(range(first, 12))
+        expected = [0.0] * first + [1 / (12 - first)] * (12 - first)
+        np.testing.assert_allclose(np.asarray(out)[0, 0], expected, rtol=1e-6)
 
 
 def test_k034_shared_and_split_groups_give_the_same():
@@ -336,9 +356,7 @@ def test_k128_one_query_sees_all_keys_up_to_its_own(query_len):
     blocks = jnp.zeros((1, 2, 3, 6, 1, 6)).at[0, 1, 1, :, 0].set(jnp.eye(6))
     table = np.zeros((1, 128), np.int32)
     table[0, 0] = 1
-    out = attention(
-        jnp.zeros((1, 1, 6)), blocks, jnp.int32(0), metadata_of([0, 1], [4], table, query_len), scale=1.0
-    )
+    out = attention(jnp.zeros((1, 1, 6)), blocks, jnp.int32(0), metadata_of([0, 1], [4], table, query_len), scale=1.0)
     np.testing.assert_array_equal(np.asarray(out)[0, 0], [0.25] * 4 + [0, 0])
 
 

@@ -61,7 +61,7 @@ def poison_state(host, rng):
     for name in ("prompt_len", "prefill_len", "total_len", "num_computed_tokens", "last_sampled_token"):
         getattr(host, name)[free] = junk(rng, len(free))
     host.token_ids[free] = junk(rng, host.token_ids[free].shape)
-    host.temperature[free], host.seed[free], host.num_blocks[free] = np.nan, 2**64 - 1, junk(rng, (len(free), 1))
+    host.params[free], host.num_blocks[free] = junk(rng, host.params[free].shape), junk(rng, (len(free), 1))
     return host
 
 
@@ -175,7 +175,7 @@ def test_another_bucket_gives_the_same_tokens(name):
 
 
 def test_the_two_halves_of_a_step_equal_the_whole():
-    """`begin_step` padded to more rows, then `finish_step` on fewer, is `step`: same tokens, same state, bit for bit."""
+    """`begin_step` padded to more rows, then `finish_step` on fewer, is `step`, bit for bit."""
     model, weights, host, batch, writes = draw("llama", "mixed", 0)
     bucket, state = BUCKETS["mixed"], harness.to_state(host)
     packed = harness.step_input(state, batch, bucket.tier, writes).pack(bucket)

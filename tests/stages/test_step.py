@@ -91,7 +91,7 @@ def compare_states(after, expected, results, example):
         np.testing.assert_array_equal(getattr(after, name), expected[plain], err_msg=name)
     for name, plain in (("last_sampled_token", "last_sampled"), ("token_ids", "token_ids")):
         np.testing.assert_array_equal(getattr(after, name)[sure], np.array(expected[plain])[sure], err_msg=name)
-    for name in ("prompt_len", "prefill_len", "temperature", "seed"):
+    for name in ("prompt_len", "prefill_len", "params"):
         np.testing.assert_array_equal(getattr(after, name), getattr(host, name), err_msg=name)
     for g in range(len(host.kv)):
         for row, blocks in expected["tables"][g].items():
@@ -124,5 +124,28 @@ def test_the_examples_reach_every_kind_of_row():
             seen |= {"decode"} if host.num_computed_tokens[row] >= host.prefill_len[row] else set()
             seen |= {"second chunk of keys"} if end > 256 else set()
     assert seen == {
-        "out of order", "unscheduled", "new blocks", "empty", "chunk", "samples", "decode", "second chunk of keys"
+        "out of order",
+        "unscheduled",
+        "new blocks",
+        "empty",
+        "chunk",
+        "samples",
+        "decode",
+        "second chunk of keys",
     }
+
+
+def test_a_request_without_tokens_is_left_alone():
+    """It is in the batch with 0 tokens, its prefill long done: nothing is sampled, no counter moves."""
+    model, weights = harness.tiny("llama")
+    host = harness.empty_host(model)
+    for row, computed in ((2, 20), (5, 9)):
+        host.prompt_len[row], host.prefill_len[row] = 4, 4
+        host.num_computed_tokens[row], host.total_len[row], host.last_sampled_token[row] = computed, computed + 1, 7
+        host.num_blocks[row, 0], host.block_table[0][row, :2] = 2, (row, row + 20)
+    state = harness.to_state(host)
+    after, output = harness.run(model, weights, state, harness.step_input(state, [(5, 0), (2, 1)]), MIXED)
+    assert np.asarray(output.num_sampled)[:2].tolist() == [0, 1]
+    assert output.sampled_token_ids[0, 0] == -1
+    np.testing.assert_array_equal(after.requests.counters[5], state.requests.counters[5])
+    assert after.requests.num_computed_tokens[2] == 21

@@ -57,7 +57,7 @@ def set_table(g, row, column, block):
 BROKEN = {
     "parking counters": (set_to("num_computed_tokens", 0, 1), r"parking row of requests\.counters"),
     "parking tokens": (set_to("token_ids", 0, 1), r"parking row of requests\.token_ids"),
-    "parking sampling": (set_to("temperature", 0, 1.0), r"parking row of sampling\.params"),
+    "parking sampling": (set_to("params", (0, 2), 1), r"parking row of sampling\.params"),
     "parking table": (set_table(1, 0, 3, 7), r"parking row of tables\.block_table\[1\]"),
     "parking blocks": (set_to("num_blocks", (0, 1), 1), r"parking row of tables\.num_blocks"),
     "prompt longer than prefill": (set_to("prompt_len", SAMPLED, 7), "row 3 are out of order"),
@@ -85,9 +85,36 @@ def test_each_broken_invariant_is_named(name):
 
 
 def test_shared_blocks_are_allowed_when_asked_for():
+    """A block that is full in both rows, at the same column and behind equal tokens."""
     host = sound()
-    set_table(1, PREFILL, 0, 12)(host)
-    audit(harness.to_state(host), shared_blocks=True)
+    set_table(1, PREFILL, 0, 11)(host)
+    set_to("num_computed_tokens", PREFILL, 16)(host)
+    state = harness.to_state(host)
+    audit(state, shared_blocks=True)
+    with pytest.raises(InvariantError, match="block of group 1 belongs to two"):
+        audit(state)
+
+
+WRONGLY_SHARED = {
+    "not full": ({}, r"block 11 of group 1, shared by rows \[3, 5\], ends at token 16, but row 5 computed 5: not full"),
+    "other tokens": ({"computed": 16, "token": 9}, r"block 11 of group 1, .* holds tokens 0\.\.15 of rows"),
+    "another column": ({"computed": 16, "block": 12}, r"block 12 of group 1, .* is at columns \[1, 0\]"),
+    "twice in a row": ({"computed": 16, "block": 13, "column": 1}, r"block 13 .* at columns \[0, 1\]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONGLY_SHARED)
+def test_blocks_that_may_not_be_shared(name):
+    """Row 3 holds blocks 11 and 12 of group 1, row 5 block 13."""
+    change, message = WRONGLY_SHARED[name]
+    host = sound()
+    host.num_computed_tokens[PREFILL] = change.get("computed", 5)
+    host.token_ids[PREFILL, 15] = change.get("token", 0)
+    column = change.get("column", 0)
+    host.num_blocks[PREFILL, 1] = column + 1
+    set_table(1, PREFILL, column, change.get("block", 11))(host)
+    with pytest.raises(InvariantError, match=message):
+        audit(harness.to_state(host), shared_blocks=True)
 
 
 def test_columns_that_are_not_in_use_are_not_looked_at():

@@ -42,9 +42,27 @@ def test_random_writes_equal_a_loop(seed):
     for g, row, column, block in writes:
         block_table[g][row, column] = block
         num_blocks[row, g] = max(num_blocks[row, g], column + 1)
-    padded = rng.choice(np.array([-1, 0, 1, 2**31 - 1, -(2**31)]), (CAPACITY, 4)).astype(np.int32)
+    padded = rng.integers(0, (2, ROWS, WIDTHS[0], 99), (CAPACITY, 4)).astype(np.int32)  # looks like more writes
+    padded[rng.random(padded.shape) < 0.1] = rng.choice([-1, 2**31 - 1])
     padded[: len(writes)] = writes
     assert_tables(apply(tables, padded, jnp.int32(len(writes))), block_table, num_blocks)
+
+
+def test_entries_past_the_count_are_ignored():
+    """They look like writes in every way."""
+    tables = random_tables(np.random.default_rng(0))
+    writes = np.array([[0, 1, 2, 5], [0, 1, 3, 6], [1, 2, 15, 7]], np.int32)
+    assert_tables(apply(tables, writes, jnp.int32(0)), tables.block_table, tables.num_blocks)
+    after = apply(tables, writes, jnp.int32(1))
+    expected = tables.block_table[0].at[1, 2].set(5), tables.block_table[1]
+    assert_tables(after, expected, tables.num_blocks.at[1, 0].max(3))
+
+
+def test_the_number_of_blocks_never_falls():
+    tables = random_tables(np.random.default_rng(0)).replace(num_blocks=jnp.full((ROWS, 2), 6, jnp.int32))
+    after = apply(tables, np.array([[0, 1, 2, 5], [1, 3, 9, 6]], np.int32), jnp.int32(2))
+    assert after.num_blocks[1].tolist() == [6, 6]
+    assert after.num_blocks[3].tolist() == [6, 10]
 
 
 def test_the_same_writes_twice_change_nothing_more():

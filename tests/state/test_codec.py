@@ -53,7 +53,7 @@ def test_seeds_travel_as_two_words(seed):
     "value", [np.array([2**32 + 7]), np.array([2**31]), np.array([-(2**31) - 1]), np.array([2**31], np.uint32)]
 )
 def test_a_number_past_32_bits_is_refused(value):
-    with pytest.raises(OverflowError, match="'rows'.*32 bits"):
+    with pytest.raises(OverflowError, match=r"'rows'.*32 bits"):
         LAYOUT.pack({"rows": value})
 
 

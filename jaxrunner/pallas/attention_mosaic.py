@@ -1,0 +1,246 @@
+"""What the decode and the prefill kernel of attention share: shapes, refusals, how rows and pages move.
+
+Queries of one request that share a KV head are the rows of one matrix tile: token-major, the `group` heads of a token
+next to each other. Grouped heads so read their keys once, and a tile may begin at any token: its rows are loaded and
+stored token by token, so nothing is gathered, padded or masked in memory.
+
+Keys and values arrive by the copy engine as pages, the greatest common divisor of a tile and a block, from the cache
+seen as [layers * 2 * blocks * pages of a block, page, KVH, D]: an index into its first axis stays small however many
+elements the cache has. Pages outside a request, or older than its window, are replaced by a live one, so that nothing
+in dead blocks enters a tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxrunner.errors import ImplementationError
+from jaxrunner.pallas import compat
+from jaxrunner.state.kv_cache import VALUE
+
+TILE_ROWS = 64
+"""Rows of the tensor core's matrix tile."""
+LOG2E = math.log2(math.e)
+NEG_INF = float("-inf")
+DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of a call; see `attention`."""
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def factor(self) -> float:
+        """What `Options.capped` leaves to multiply, so that exp2 is the softmax's exponential."""
+        return self.scale * LOG2E if self.soft_cap is None else self.soft_cap * LOG2E
+
+    def capped(self, scores: jax.Array) -> jax.Array:
+        return scores if self.soft_cap is None else jnp.tanh(scores * (self.scale / self.soft_cap))
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Static sizes of a call. A row tile holds `tokens` tokens x `heads` heads of one KV head's group."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    num_blocks: int
+    tile_kv: int
+    dtype: Any
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @functools.cached_property
+    def heads(self) -> int:
+        return next(n for n in range(min(self.group, TILE_ROWS), 0, -1) if self.group % n == 0)
+
+    @property
+    def head_tiles(self) -> int:
+        """Row tiles over the heads of a group: 1 unless it has more heads than a tile has rows."""
+        return self.group // self.heads
+
+    @property
+    def tokens(self) -> int:
+        return TILE_ROWS // self.heads
+
+    @property
+    def page(self) -> int:
+        return math.gcd(self.block_size, self.tile_kv)
+
+    @property
+    def pages_of_tile(self) -> int:
+        return self.tile_kv // self.page
+
+    @property
+    def columns(self) -> int:
+        """Columns of a row that are staged at once."""
+        return 64 if self.head_dim % 64 == 0 else self.head_dim
+
+    def queries(self, q: jax.Array) -> jax.Array:
+        """[T, H, D] -> [T, KVH * head_tiles, heads, D]."""
+        return q.reshape(q.shape[0], self.num_kv_heads * self.head_tiles, self.heads, self.head_dim)
+
+    def pages(self, blocks: jax.Array) -> jax.Array:
+        """The cache as [L * 2 * N * pages of a block, page, KVH, D]."""
+        return blocks.reshape(-1, self.page, self.num_kv_heads, self.head_dim)
+
+
+def reason_against(q: Any, blocks: Any, scale: float, soft_cap: float | None) -> str | None:
+    """Why the kernels cannot take this call on any machine, or None."""
+    head_dim, block_size = blocks.shape[5], blocks.shape[3]
+    if blocks.dtype not in DTYPES or q.dtype != blocks.dtype:
+        return f"it needs queries and cache of one type, bfloat16 or float16, not {q.dtype} and {blocks.dtype}"
+    if head_dim % 16 or not 32 <= head_dim <= 256:
+        return f"it needs a head size that is a multiple of 16 from 32 to 256, not {head_dim}"
+    if block_size % 8 or block_size < 16:
+        return f"it needs a block size that is a multiple of 8 and at least 16, not {block_size}"
+    if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
+        return f"it needs a positive scale and soft cap, not {scale} and {soft_cap}"
+    if math.prod(blocks.shape[:4]) * blocks.shape[4] >= 2**31:
+        return f"it numbers the cache's rows in 32 bits, and {blocks.shape} has more"
+    return None
+
+
+def refuse(q: Any, blocks: Any, scale: float, soft_cap: float | None) -> None:
+    """Raises ImplementationError with the reason where the kernels cannot run or take this call."""
+    if reason := compat.tensor_core_refusal():
+        raise ImplementationError(f"attention: the mosaic implementation cannot run here: {reason}")
+    if reason := reason_against(q, blocks, scale, soft_cap):
+        raise ImplementationError(f"attention: the mosaic implementation cannot take this case: {reason}")
+
+
+def default_tile_kv(head_dim: int, *, prefill: bool) -> int:
+    """Keys of a tile, so that two stages fit (decode: in half of an SM's memory, for two CTAs)."""
+    if prefill:
+        return 128 if head_dim <= 128 else 64
+    return 128 if head_dim <= 64 else 64
+
+
+def sink_rows(sinks: jax.Array | None, geometry: Geometry) -> jax.Array:
+    """Sinks in units of log2 for each row of a tile, f32[KVH * head_tiles, TILE_ROWS]; one dummy without sinks."""
+    if sinks is None:
+        return jnp.zeros((1, TILE_ROWS), jnp.float32)
+    by_tile = sinks.astype(jnp.float32).reshape(-1, geometry.heads) * LOG2E
+    return jnp.tile(by_tile, (1, -(-TILE_ROWS // geometry.heads)))[:, :TILE_ROWS]
+
+
+def load_rows(
+    source: Any, target: Any, staging: Any, geometry: Geometry, token_of: Any, tokens: int, head: Any
+) -> None:
+    """Queries of some tokens, GMEM -> rows of a swizzled SMEM tile, through a row-major staging buffer.
+
+    source: `Geometry.queries`. token_of: number of the tile's token -> a valid index. Rows past them keep garbage,
+    which stays in those rows.
+    """
+    heads, columns = geometry.heads, geometry.columns
+    layout = compat.rows_layout(heads, columns, jnp.dtype(staging.dtype).itemsize, in_smem=True)
+    unrolled, here = _unrolled(tokens), compat.ds(0, columns)
+    for start in range(0, geometry.head_dim, columns):
+        part = compat.ds(start, columns)
+
+        def some(first, part=part):
+            refs = [source.at[token_of(first + i), head, :, part] for i in range(unrolled)]
+            values = [compat.load(ref, layout=layout, optimized=False) for ref in refs]
+            for i, value in enumerate(values):
+                staging[compat.ds((first + i) * heads, heads), here] = value.astype(staging.dtype)
+
+        _in_steps(some, tokens, unrolled)
+        compat.commit()
+        tile = compat.load(staging.at[:, here], layout=compat.tile_layout(), optimized=False)
+        target[:, part] = tile.astype(geometry.dtype)
+        compat.commit()
+
+
+def store_rows(value: jax.Array, staging: Any, geometry: Geometry, put: Any, tokens: int) -> None:
+    """The way back: rows of a matrix tile in registers -> put(token of the tile, columns, values [heads, columns])."""
+    heads, columns = geometry.heads, geometry.columns
+    layout = compat.rows_layout(heads, columns, jnp.dtype(staging.dtype).itemsize, in_smem=True)
+    unrolled, here = _unrolled(tokens), compat.ds(0, columns)
+    for start in range(0, geometry.head_dim, columns):
+        staging[:, here] = value[:, start : start + columns].astype(staging.dtype)
+        compat.commit()
+
+        part = compat.ds(start, columns)
+
+        def some(first, part=part):
+            for i in range(unrolled):
+                rows = staging.at[compat.ds((first + i) * heads, heads), here]
+                put(first + i, part, compat.load(rows, layout=layout, optimized=False))
+
+        _in_steps(some, tokens, unrolled)
+        compat.commit()
+
+
+def _unrolled(tokens: int) -> int:
+    """Tokens moved at once: as many loads are in flight."""
+    return next(n for n in range(min(tokens, 16), 0, -1) if tokens % n == 0)
+
+
+def _in_steps(move: Any, tokens: int, step: int) -> None:
+    if tokens == step:
+        move(0)
+    else:
+        compat.loop(0, tokens // step)(lambda i: move(i * step))
+
+
+def page_index(geometry: Geometry, base: Any, table: Any, request: Any, page: Any) -> Any:
+    """First-axis index into `Geometry.pages` of a request's page. base: index of the first block of (layer, k or v)."""
+    per_block = geometry.block_size // geometry.page
+    if per_block == 1:
+        return base + table[request, page]
+    column, inner = lax.div(page, jnp.int32(per_block)), lax.rem(page, jnp.int32(per_block))
+    return (base + table[request, column]) * per_block + inner
+
+
+def value_offset(geometry: Geometry) -> int:
+    """From a key page's index to that of its values."""
+    return VALUE * geometry.num_blocks * (geometry.block_size // geometry.page)
+
+
+def clear_tail(tile: Any, live: Any) -> None:
+    """Zero the rows of a value tile from `live` on: a probability of 0 does not remove a NaN."""
+    value = compat.load(tile, layout=compat.tile_layout(), optimized=False)
+    rows = compat.index_of(tile.shape, 0)
+    tile[...] = jnp.where(rows < live, value, jnp.zeros_like(value))
+    compat.commit()
+
+
+def visible(shape: tuple[int, ...], geometry: Geometry, first_key: Any, first_position: Any, window: int | None):
+    """bool[shape]: may the row (the token first_position + row // heads) see the column (the key first_key + column)?
+
+    row // heads >= x is row >= x * heads, which needs no division.
+    """
+    difference = compat.index_of(shape, 0) - compat.index_of(shape, 1) * geometry.heads
+    mask = difference >= (first_key - first_position) * geometry.heads
+    if window is not None:
+        mask &= difference < (first_key - first_position + window) * geometry.heads
+    return mask
+
+
+def spread(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One number a row over the columns of a matrix."""
+    return compat.spread(rows, shape, 0, compat.tile_layout())
+
+
+def finish(acc: jax.Array, top: jax.Array, total: jax.Array, sink: jax.Array | None) -> jax.Array:
+    """Rows of the result from a running softmax in log2 units; rows without keys give zeros."""
+    if sink is None:
+        return acc * spread(1.0 / jnp.where(total > 0, total, 1.0), acc.shape)
+    highest = jnp.maximum(top, sink)
+    keep = jnp.exp2(top - highest)
+    return acc * spread(keep / (total * keep + jnp.exp2(sink - highest)), acc.shape)

@@ -1,0 +1,196 @@
+"""A whole state in one file: `save_state` and `load_state`.
+
+The file is a safetensors file (https://huggingface.co/docs/safetensors): every leaf of the pytree under its path, in
+its own dtype and with its very bits, and beside them what the arrays do not say: groups, names of the columns, versions
+and a checksum of each array. Nothing in it is executable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrunner.errors import CheckpointError
+from jaxrunner.models.model import Model
+from jaxrunner.models.safetensors_file import DTYPES, SafetensorsFile
+from jaxrunner.state.alive import check_alive
+from jaxrunner.state.block_tables import KVGroup
+from jaxrunner.state.fields import RECORD_FIELDS
+from jaxrunner.state.runner_state import RunnerState, host_view, init_state
+
+FORMAT, FORMAT_VERSION = "jaxrunner.state", "1"
+EXTRAS = "extras/"
+_NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def save_state(path: str | Path, state: RunnerState) -> dict[str, int]:
+    """Write `state` to `path`, KV cache included, and return the checksum (CRC-32) of each array.
+
+    The file appears under its name when it is complete. Leaves are brought to the host one at a time. Raises
+    CheckpointError for a dtype that the format does not have, DonatedStateError for a consumed state.
+    """
+    check_alive(state)
+    path, named = Path(path), leaf_names(state)
+    entries, offset = {}, 0
+    for name, leaf in named.items():
+        dtype = None if _is_key(leaf) else _NAME_OF.get(np.dtype(leaf.dtype))
+        if dtype is None:
+            raise CheckpointError(f"{path}: {name} has the dtype {leaf.dtype}, which safetensors does not have")
+        entries[name] = {"dtype": dtype, "shape": list(leaf.shape), "data_offsets": [offset, offset + leaf.nbytes]}
+        offset += leaf.nbytes
+    checksums = dict.fromkeys(named, 0)
+    header = _header(state, entries, checksums)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(header)
+        for name, leaf in named.items():
+            data = raw_bytes(leaf)
+            checksums[name] = zlib.crc32(data)
+            file.write(data)
+        # The checksums have a fixed width, so the header keeps its length.
+        file.seek(0)
+        file.write(_header(state, entries, checksums))
+    os.replace(partial, path)
+    return checksums
+
+
+def load_state(path: str | Path, like: Model | RunnerState) -> RunnerState:
+    """The state in `path`, as `save_state` wrote it, bit for bit.
+
+    like: the model it is for, or any state of the same kind (arrays or `jax.ShapeDtypeStruct`s), whose shapes, dtypes
+    and shardings are then required and used. Raises CheckpointError, naming the file and the array, for a file that is
+    damaged, that is no state, or whose state is of another kind than `like`.
+    """
+    path = Path(path)
+    file, metadata = _open(path)
+    template = like if isinstance(like, RunnerState) else _template(path, file, metadata, like)
+    expected, checksums = leaf_names(template), json.loads(metadata["crc32"])
+    if missing := sorted(expected.keys() ^ file.tensors.keys()):
+        raise CheckpointError(
+            f"{path} and the expected state do not have the same arrays; only one has {', '.join(missing)}"
+        )
+    if (groups := _groups(metadata)) != template.tables.groups:
+        raise CheckpointError(f"{path} has the KV-cache groups {groups}; expected {template.tables.groups}")
+    leaves = []
+    for name, leaf in expected.items():
+        found = (file.dtype(name), file.tensors[name].shape)
+        if found != (np.dtype(leaf.dtype), tuple(leaf.shape)):
+            raise CheckpointError(
+                f"{path}: {name} is {found[0]}{list(found[1])}; expected {leaf.dtype}{list(leaf.shape)}"
+            )
+        array = file.read(name)
+        if zlib.crc32(raw_bytes(array)) != int(checksums[name], 16):
+            raise CheckpointError(f"{path} is damaged: the bytes of {name} do not match their checksum")
+        leaves.append(jax.device_put(array, getattr(leaf, "sharding", None)))
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+
+def leaf_names(state: RunnerState) -> dict[str, Any]:
+    """Path of each leaf -> leaf, in tree order."""
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def checksums_of(state: RunnerState) -> dict[str, int]:
+    """The checksums `save_state` would write."""
+    return {name: zlib.crc32(raw_bytes(leaf)) for name, leaf in leaf_names(state).items()}
+
+
+def raw_bytes(array: jax.Array | np.ndarray) -> memoryview:
+    """The bytes of an array in C order; a copy if it is on a device."""
+    host = host_view(array) if isinstance(array, jax.Array) else array
+    return np.ascontiguousarray(host).reshape(-1).view(np.uint8).data
+
+
+def saved_checksums(path: str | Path) -> dict[str, int]:
+    """The checksums in a file, which is not read any further."""
+    return {name: int(value, 16) for name, value in json.loads(_open(Path(path))[1]["crc32"]).items()}
+
+
+def _header(state: RunnerState, entries: Mapping[str, Any], checksums: Mapping[str, int]) -> bytes:
+    import jaxrunner
+
+    metadata = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "jaxrunner": jaxrunner.__version__,
+        "jax": jax.__version__,
+        "groups": json.dumps([dataclasses.asdict(group) for group in state.tables.groups]),
+        "fields": json.dumps([field.name for field in RECORD_FIELDS]),
+        "crc32": json.dumps({name: f"{value:08x}" for name, value in checksums.items()}),
+    }
+    raw = json.dumps({"__metadata__": metadata, **entries}).encode()
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def _open(path: Path) -> tuple[SafetensorsFile, Mapping[str, str]]:
+    try:
+        file = SafetensorsFile.open(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is not (or no longer) a state that save_state wrote: {error}") from error
+    metadata = file.metadata
+    if metadata.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is a safetensors file but holds no state; write one with save_state")
+    if metadata["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(f"{path} has format version {metadata['format_version']}; this is {FORMAT_VERSION}")
+    if (fields := json.loads(metadata["fields"])) != [field.name for field in RECORD_FIELDS]:
+        raise CheckpointError(f"{path} was written by jaxrunner {metadata['jaxrunner']}, whose rows hold {fields}")
+    return file, metadata
+
+
+def _template(path: Path, file: SafetensorsFile, metadata: Mapping[str, str], model: Model) -> RunnerState:
+    """Shapes of the state of `model` that has the sizes of the file."""
+    groups = _groups(metadata)
+    if (layers := sorted(layer for group in groups for layer in group.layers)) != list(range(model.num_layers)):
+        raise CheckpointError(f"{path} caches the layers {layers}; this model has {model.num_layers}")
+    caches = [f"kv/blocks/{g}" for g in range(len(groups))]
+    if absent := {"requests/token_ids", *caches} - file.tensors.keys():
+        raise CheckpointError(f"{path} does not have {', '.join(sorted(absent))}")
+    rows, max_model_len = file.tensors["requests/token_ids"].shape
+    drafts = file.tensors.get("requests/draft_tokens")
+    made = jax.eval_shape(
+        lambda: init_state(
+            model,
+            max_requests=rows - 1,
+            max_model_len=max_model_len,
+            num_blocks=tuple(file.tensors[name].shape[2] for name in caches),
+            num_draft_tokens=drafts.shape[1] if drafts else 0,
+            kv_dtype=file.dtype(caches[0]).name,
+            groups=groups,
+        )
+    )
+    extras = {
+        name.removeprefix(EXTRAS): jax.ShapeDtypeStruct(entry.shape, file.dtype(name))
+        for name, entry in file.tensors.items()
+        if name.startswith(EXTRAS)
+    }
+    # How wide the sampling parameters of a row are is an option of `init_state`: the file says it.
+    sampling = jax.tree_util.tree_map_with_path(
+        lambda where, leaf: jax.ShapeDtypeStruct(_shape_in(file, f"sampling/{_name(where)}", leaf.shape), leaf.dtype),
+        made.sampling,
+    )
+    return made.replace(sampling=sampling, extras=extras)
+
+
+def _shape_in(file: SafetensorsFile, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    return file.tensors[name].shape if name in file.tensors else default
+
+
+def _groups(metadata: Mapping[str, str]) -> tuple[KVGroup, ...]:
+    return tuple(KVGroup(**{**group, "layers": tuple(group["layers"])}) for group in json.loads(metadata["groups"]))
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,471 @@
+"""Deliberate mistakes, one a rule, and the tests that must turn red for each.
+
+A mutation replaces `old`, which occurs exactly once in `file`, by `new`. `tests.mutations.run` applies it to a copy of
+the package and demands that every test named here fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxrunner.state.fields import REQUEST_FIELDS, SAMPLING_FIELDS
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """fast: quick enough to be run within the test suite."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    fast: bool = False
+
+
+POISON_MIXED = "tests/stages/test_poison.py::test_poison_changes_no_live_bit[mixed-mistral]"
+POISON_DECODE = "tests/stages/test_poison.py::test_poison_changes_no_live_bit[decode-mistral]"
+POISON_BATCH = "tests/stages/test_poison.py::test_poison_changes_no_bit_of_the_batch[mixed]"
+ORACLE_MIXED = "tests/stages/test_step.py::test_random_batches_equal_the_oracle[mistral-mixed-random]"
+ORACLE_DECODE = "tests/stages/test_step.py::test_random_batches_equal_the_oracle[mistral-decode-random]"
+BATCH = "tests/stages/test_batch_oracles.py::"
+ADMISSION = "tests/state/test_admission.py::"
+GARBAGE_ROW = ADMISSION + "test_a_row_full_of_garbage_is_rewritten_whole"
+WRITES = "tests/state/test_block_writes.py::"
+CODEC = "tests/state/test_codec.py::"
+RANDOM = "tests/sampling/test_random.py::"
+SAMPLER = "tests/sampling/test_sampler.py::"
+
+PADDING = (
+    Mutation(
+        "batch: query_start_loc tail as uploaded",
+        "stages/prepare_inputs.py",
+        "jnp.where(jnp.arange(starts.shape[0]) <= num_reqs, starts, starts[num_reqs])",
+        "starts",
+        (POISON_BATCH,),  # the whole step would walk 2^31 tokens
+    ),
+    Mutation(
+        "batch: padded rows keep their uploaded row",
+        "stages/prepare_inputs.py",
+        'rows = jnp.where(live, part["idx_mapping"], PARKING_ROW)',
+        'rows = part["idx_mapping"]',
+        (POISON_BATCH,),
+    ),
+    Mutation(
+        "batch: draft counts of padding as uploaded",
+        "stages/prepare_inputs.py",
+        "num_draft_tokens=jnp.where(live, drafts, 0) if",
+        "num_draft_tokens=drafts if",
+        (POISON_BATCH,),
+    ),
+    Mutation(
+        "input_prep: query_start_loc tail as uploaded",
+        "pallas/input_prep.py",
+        "bounds = jnp.where(jnp.arange(batch.size + 1) <= num_reqs, query_start_loc, query_start_loc[num_reqs])",
+        "bounds = query_start_loc",
+        (POISON_BATCH, POISON_MIXED),
+    ),
+    Mutation(
+        "input_prep: seq_lens tail is 1",
+        "pallas/input_prep.py",
+        "seq_lens = jnp.where(live, computed + ends - starts, 0)",
+        "seq_lens = jnp.where(live, computed + ends - starts, 1)",
+        (BATCH + "test_k006_sizes_are_padded_before_the_metadata_is_built", POISON_BATCH),
+    ),
+    Mutation(
+        "input_prep: positions of padding run on",
+        "pallas/input_prep.py",
+        "positions = jnp.where(live_token, computed[request] + tokens - starts[request], 0)",
+        "positions = computed[request] + tokens - starts[request]",
+        (BATCH + "test_worked_example_of_four_decodes", POISON_BATCH),
+    ),
+    Mutation(
+        "input_prep: ids of padding are some request's",
+        "pallas/input_prep.py",
+        "input_ids=jnp.where(live_token, ids, 0)",
+        "input_ids=ids",
+        (BATCH + "test_padding_behind_a_full_batch_is_neutral",),
+    ),
+    Mutation(
+        "input_prep: table columns that are not in use are gathered",
+        "pallas/input_prep.py",
+        "jnp.where(jnp.arange(t.shape[1])[None, :] < num_blocks[rows, g][:, None], t[rows], 0)",
+        "t[rows]",
+        (POISON_BATCH,),
+    ),
+    Mutation(
+        "slot_mapping: padding gets the null block's slots",
+        "pallas/slot_mapping.py",
+        "return jnp.where(live & local, slots, PAD_SLOT_ID)",
+        "return jnp.where(local, slots, PAD_SLOT_ID)",
+        (POISON_MIXED, POISON_DECODE, BATCH + "test_worked_example_of_four_decodes"),
+    ),
+    Mutation(
+        "kv_write: slot -1 wraps to the last block",
+        "pallas/kv_write.py",
+        "jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)",
+        "slot_mapping // block_size",
+        (BATCH + "test_k001_padding_does_not_write_the_last_slot", POISON_MIXED),
+        fast=True,
+    ),
+    Mutation(
+        "kv_write: slot -1 is clamped to the null block",
+        "pallas/kv_write.py",
+        "jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)",
+        "jnp.maximum(slot_mapping, 0) // block_size",
+        (BATCH + "test_k001_padding_does_not_write_the_last_slot", POISON_MIXED),
+    ),
+    Mutation(
+        "attention, decode: dead values are multiplied by 0",
+        "pallas/attention.py",
+        "v = jnp.where(exists[..., None, None], v, 0.0)",
+        "pass",
+        (POISON_DECODE,),
+    ),
+    Mutation(
+        "attention, ragged: dead values are multiplied by 0",
+        "pallas/attention.py",
+        "v = jnp.where(exists[:, None, None], v, 0.0)",
+        "pass",
+        (POISON_MIXED,),
+    ),
+    Mutation(
+        "attention: masked scores are added to, so NaN stays",
+        "pallas/attention.py",
+        "scores = jnp.where(mask, scores, NEG_INF)",
+        "scores = scores + jnp.where(mask, 0.0, NEG_INF)",
+        (POISON_MIXED, POISON_DECODE),
+    ),
+    Mutation(
+        "attention: a row without keys divides by 0",
+        "pallas/attention.py",
+        "return acc / jnp.where(total > 0, total, 1.0)[..., None]",
+        "return acc / total[..., None]",
+        (BATCH + "test_k003_a_padded_row_walks_no_keys[1]", POISON_DECODE),
+    ),
+    Mutation(
+        "attention, decode: keys past the end enter",
+        "pallas/attention.py",
+        "mask = exists[:, None, None, :] & (key_position <= position[..., None])",
+        "mask = exists[:, None, None, :] | (key_position >= 0)",
+        (BATCH + "test_k007_keys_past_the_end_do_not_enter_the_mean[1]",),
+    ),
+    Mutation(
+        "attention, ragged: not causal",
+        "pallas/attention.py",
+        "mask = exists & (key_position <= position[:, None])",
+        "mask = exists & (key_position >= 0)",
+        (ORACLE_MIXED,),
+    ),
+    Mutation(
+        "attention, decode: window one key too long",
+        "pallas/attention.py",
+        "mask &= key_position > position[..., None] - window",
+        "mask &= key_position >= position[..., None] - window",
+        (BATCH + "test_k034_a_window_is_a_layers_own[1]", ORACLE_DECODE),
+    ),
+    Mutation(
+        "attention, ragged: window one key too long",
+        "pallas/attention.py",
+        "mask &= key_position > position[:, None] - window",
+        "mask &= key_position >= position[:, None] - window",
+        (BATCH + "test_k034_a_window_is_a_layers_own[None]", ORACLE_MIXED),
+    ),
+    Mutation(
+        "sample: padding gets a token",
+        "stages/sample.py",
+        "jnp.where(samples, ids, NO_TOKEN)",
+        "ids",
+        (ORACLE_MIXED, ORACLE_DECODE),
+    ),
+    Mutation(
+        "batch: a request without tokens samples again",
+        "stages/batch.py",
+        "self.live & (self.query_lens > 0) & (self.seq_lens >= self.prefill_len)",
+        "self.live & (self.seq_lens >= self.prefill_len)",
+        ("tests/stages/test_step.py::test_a_request_without_tokens_is_left_alone",),
+    ),
+    Mutation(
+        "batch: an unfinished prefill samples",
+        "stages/batch.py",
+        "self.live & (self.query_lens > 0) & (self.seq_lens >= self.prefill_len)",
+        "self.live & (self.query_lens > 0)",
+        (BATCH + "test_chunked_prefill_samples_only_at_its_end", ORACLE_MIXED),
+    ),
+    Mutation(
+        "commit: padding is added to the parking row",
+        "stages/commit.py",
+        "row = jnp.where(requests.live, requests.idx_mapping, out_of_range)",
+        "row = requests.idx_mapping",
+        (BATCH + "test_commit_drops_padding_whatever_it_holds",),
+        fast=True,
+    ),
+    Mutation(
+        "commit: history without a sample is written",
+        "stages/commit.py",
+        "history_row = jnp.where(entry < num_sampled[:, None], row[:, None], out_of_range)",
+        "history_row = row[:, None] + 0 * entry",
+        (BATCH + "test_post_update_with_rejected_drafts", ORACLE_MIXED),
+    ),
+    Mutation(
+        "commit: last token without a sample is overwritten",
+        "stages/commit.py",
+        "sampled_row = jnp.where(num_sampled > 0, row, out_of_range)",
+        "sampled_row = row",
+        (ORACLE_MIXED,),
+    ),
+    Mutation(
+        "commit: rejected drafts count as computed",
+        "stages/commit.py",
+        'add(requests.query_lens - rejected, mode="drop")',
+        'add(requests.query_lens, mode="drop")',
+        (BATCH + "test_post_update_with_rejected_drafts",),
+    ),
+    Mutation(
+        "apply_diffs: new blocks do not arrive",
+        "stages/apply_diffs.py",
+        "return state.replace(tables=tables)",
+        "return state",
+        (ORACLE_MIXED,),
+    ),
+    Mutation(
+        "block writes: entries past the count are written",
+        "state/block_writes.py",
+        "live = jnp.arange(writes.shape[0]) < count",
+        "live = jnp.arange(writes.shape[0]) < writes.shape[0]",
+        (WRITES + "test_entries_past_the_count_are_ignored",),
+        fast=True,
+    ),
+    Mutation(
+        "block writes: the number of blocks is set, not raised",
+        "state/block_writes.py",
+        '.max(writes[:, COLUMN] + 1, mode="drop")',
+        '.set(writes[:, COLUMN] + 1, mode="drop")',
+        (WRITES + "test_the_number_of_blocks_never_falls",),
+    ),
+    Mutation(
+        "block writes: doubles are not noticed",
+        "state/block_writes.py",
+        "len(np.unique(writes[:, :BLOCK], axis=0)) != len(writes)",
+        "len(np.unique(writes, axis=0)) != len(writes)",
+        (WRITES + "test_two_writes_to_one_cell_are_refused",),
+    ),
+    Mutation(
+        "codec: numbers past 32 bits are cut",
+        "state/codec.py",
+        "if array.min() < -(2**31) or array.max() >= 2**31:",
+        "if False:",
+        (CODEC + "test_a_scalar_past_32_bits_is_refused",),
+        fast=True,
+    ),
+    Mutation(
+        "codec: uploads stay writable",
+        "state/codec.py",
+        "vector.flags.writeable = False",
+        "pass",
+        (CODEC + "test_a_vector_is_fresh_and_read_only",),
+    ),
+    Mutation(
+        "init_state: the tables share one buffer",
+        "state/runner_state.py",
+        "block_table=tuple(jnp.zeros((rows, w), jnp.int32) for w in widths)",
+        "block_table=(jnp.zeros((rows, widths[0]), jnp.int32),) * len(widths)",
+        ("tests/state/test_donation.py::test_k122_no_two_leaves_share_a_buffer",),
+    ),
+    Mutation(
+        "init_state: slots past 32 bits are accepted",
+        "state/runner_state.py",
+        "if not 2 <= num_blocks <= limit:",
+        "if not 2 <= num_blocks:",
+        ("tests/state/test_kv_limits.py::test_a_cache_whose_slots_do_not_fit_32_bits_is_refused[16]",),
+    ),
+)
+
+RANDOMNESS = (
+    Mutation(
+        "random: the low word of the seed is dropped",
+        "sampling/random.py",
+        "words = lax.bitcast_convert_type(seed, jnp.uint32)[:, ::-1]",
+        "words = lax.bitcast_convert_type(seed.at[:, 0].set(0), jnp.uint32)[:, ::-1]",
+        (RANDOM + "test_both_words_of_a_seed_count[8]", RANDOM + "test_draws_equal_threefry_in_numpy"),
+    ),
+    Mutation(
+        "random: the high word of the seed is dropped",
+        "sampling/random.py",
+        "words = lax.bitcast_convert_type(seed, jnp.uint32)[:, ::-1]",
+        "words = lax.bitcast_convert_type(seed.at[:, 1].set(0), jnp.uint32)[:, ::-1]",
+        (RANDOM + f"test_both_words_of_a_seed_count[{2**32 + 7}]", RANDOM + "test_draws_equal_threefry_in_numpy"),
+        fast=True,
+    ),
+    Mutation(
+        "random: the words of the seed are swapped",
+        "sampling/random.py",
+        "words = lax.bitcast_convert_type(seed, jnp.uint32)[:, ::-1]",
+        "words = lax.bitcast_convert_type(seed, jnp.uint32)",
+        (RANDOM + "test_small_seeds_are_those_of_jax[5]", RANDOM + "test_draws_equal_threefry_in_numpy"),
+    ),
+    Mutation(
+        "random: the words of the seed are mixed into one",
+        "sampling/random.py",
+        "words = lax.bitcast_convert_type(seed, jnp.uint32)[:, ::-1]",
+        "words = jnp.stack([0 * seed[:, 0], seed[:, 0] ^ seed[:, 1]], 1).astype(jnp.uint32)",
+        (RANDOM + "test_the_words_of_a_seed_are_not_interchangeable",),
+    ),
+    Mutation(
+        "random: the position is not folded in",
+        "sampling/random.py",
+        "fold(fold(keys, position), jnp.full",
+        "fold(fold(keys, 0 * position), jnp.full",
+        (RANDOM + "test_every_position_has_its_own_draw", ORACLE_DECODE),
+    ),
+    Mutation(
+        "random: the stream is not folded in",
+        "sampling/random.py",
+        "jnp.full(position.shape, stream, jnp.int32)",
+        "jnp.zeros_like(position)",
+        (RANDOM + "test_streams_are_independent", RANDOM + "test_positions_and_streams_do_not_run_into_each_other"),
+    ),
+    Mutation(
+        "random: the stream is added to the position",
+        "sampling/random.py",
+        "fold(fold(keys, position), jnp.full(position.shape, stream, jnp.int32))",
+        "fold(keys, position + stream)",
+        (RANDOM + "test_positions_and_streams_do_not_run_into_each_other",),
+    ),
+    Mutation(
+        "random: two streams are one",
+        "sampling/random.py",
+        "TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)",
+        "TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 1",
+        (RANDOM + "test_streams_are_independent",),
+    ),
+    Mutation(
+        "random: one draw for the whole batch, dealt out by row",
+        "sampling/random.py",
+        "return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32))(keys)",
+        "return jax.random.gumbel(keys[0], (keys.shape[0], vocab_size), jnp.float32)",
+        (RANDOM + "test_rows_do_not_depend_on_their_neighbours", SAMPLER + "test_k042_neighbours_do_not_matter"),
+    ),
+    Mutation(
+        "sample: the draw depends on the row, not on the position",
+        "stages/sample.py",
+        "state.sampling.take(requests.idx_mapping), requests.seq_lens, tier=tier",
+        "state.sampling.take(requests.idx_mapping), requests.idx_mapping, tier=tier",
+        (ORACLE_DECODE,),
+    ),
+    Mutation(
+        "sample: parameters are taken by place in the batch",
+        "stages/sample.py",
+        "state.sampling.take(requests.idx_mapping)",
+        "state.sampling.take(jnp.arange(requests.idx_mapping.shape[0]))",
+        (ORACLE_DECODE, ORACLE_MIXED),
+    ),
+    Mutation(
+        "sampler: greedy rows of a random batch are drawn",
+        "sampling/sampler.py",
+        "return jnp.where(params.temperature < GREEDY_BELOW, greedy, drawn)",
+        "return drawn",
+        (SAMPLER + "test_greedy_rows_in_a_random_batch_are_exact",),
+        fast=True,
+    ),
+    Mutation(
+        "sampler: the maximum is not subtracted",
+        "sampling/temperature.py",
+        "shifted = logits - jnp.where(jnp.isfinite(highest), highest, 0.0)",
+        "shifted = logits",
+        (SAMPLER + "test_k050_tiny_temperatures_take_the_best[1.1e-05]",),
+    ),
+    Mutation(
+        "sampler: the temperature multiplies",
+        "sampling/temperature.py",
+        "shifted / jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]",
+        "shifted * jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]",
+        (SAMPLER + "test_draws_have_the_softmax_distribution[0.4]", ORACLE_DECODE),
+    ),
+)
+
+SET_COUNTERS = 'requests.counters.at[rewritten].set(part["record"][:, :width], mode="drop")'
+SET_PARAMS = 'sampling.params.at[rewritten].set(part["record"][:, width:], mode="drop")'
+
+
+def _omit(column: int, setter: str, target: str, words: str) -> str:
+    """`setter` with one column left as it was."""
+    kept = f"[c for c in range({words}.shape[1]) if c != {column}]"
+    rows = f"{target}.at[rewritten[:, None], jnp.array({kept})]"
+    return f'{rows}.set({words}[:, jnp.array({kept})], mode="drop")'
+
+
+ROW_FIELDS = (
+    *(
+        Mutation(
+            f"admit: {field.name} of the last owner stays",
+            "state/admission.py",
+            SET_COUNTERS,
+            _omit(column, SET_COUNTERS, "requests.counters", 'part["record"][:, :width]'),
+            (f"{ADMISSION}test_each_field_of_the_record_arrives[{field.name}]", GARBAGE_ROW),
+        )
+        for column, field in enumerate(REQUEST_FIELDS)
+    ),
+    *(
+        Mutation(
+            f"admit: {field.name} of the last owner stays",
+            "state/admission.py",
+            SET_PARAMS,
+            _omit(column, SET_PARAMS, "sampling.params", 'part["record"][:, width:]'),
+            (f"{ADMISSION}test_each_field_of_the_record_arrives[{field.name}]", GARBAGE_ROW),
+        )
+        for column, field in enumerate(SAMPLING_FIELDS)
+    ),
+    Mutation(
+        "admit: blocks of the last owner stay",
+        "state/admission.py",
+        'tables.replace(num_blocks=tables.num_blocks.at[rewritten].set(0, mode="drop"))',
+        "tables",
+        (GARBAGE_ROW, ADMISSION + "test_releasing_a_row_zeroes_it"),
+        fast=True,
+    ),
+    Mutation(
+        "admit: drafts of the last owner stay",
+        "state/admission.py",
+        'requests.draft_tokens.at[rewritten].set(0, mode="drop")',
+        "requests.draft_tokens",
+        (GARBAGE_ROW, ADMISSION + "test_releasing_a_row_zeroes_it"),
+    ),
+    Mutation(
+        "admit: stop ids of the last owner stay",
+        "state/admission.py",
+        'sampling.replace(stop_ids=sampling.stop_ids.at[rewritten].set(stop_ids, mode="drop"))',
+        "sampling",
+        (GARBAGE_ROW, ADMISSION + "test_releasing_a_row_zeroes_it"),
+    ),
+    Mutation(
+        "admit: extras of the last owner stay",
+        "state/admission.py",
+        'name: value.at[rewritten].set(jnp.zeros((), value.dtype), mode="drop") for',
+        "name: value for",
+        (GARBAGE_ROW, ADMISSION + "test_releasing_a_row_zeroes_it"),
+    ),
+    Mutation(
+        "admit: entries past their number are applied",
+        "state/admission.py",
+        'rewritten = jnp.where(live & (part["write_record"] == 1), part["row"], out_of_range)',
+        'rewritten = jnp.where(part["write_record"] == 1, part["row"], out_of_range)',
+        (ADMISSION + "test_ragged_prompts_equal_a_loop[0]",),
+    ),
+    Mutation(
+        "admit: entries without a record rewrite the row",
+        "state/admission.py",
+        'rewritten = jnp.where(live & (part["write_record"] == 1), part["row"], out_of_range)',
+        'rewritten = jnp.where(live, part["row"], out_of_range)',
+        (ADMISSION + "test_an_entry_without_a_record_leaves_the_row",),
+    ),
+    Mutation(
+        "admit: tokens past their number are written",
+        "state/admission.py",
+        'row = jnp.where((index < total) & (part["num_entries"] > 0), part["row"][entry], out_of_range)',
+        'row = part["row"][entry]',
+        (ADMISSION + "test_ragged_prompts_equal_a_loop[0]",),
+    ),
+)
+
+MUTATIONS: tuple[Mutation, ...] = PADDING + RANDOMNESS + ROW_FIELDS
