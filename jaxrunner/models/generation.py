@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import numbers
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ def eos_token_ids(*sources: Any) -> tuple[int, ...]:
         for value in source if isinstance(source, list | tuple) else (source,):
             if value is None:
                 continue
-            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not 0 <= value < 2**31:
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
                 raise CheckpointError(f"eos_token_id must be a token id or a list of ids, not {value!r}. Correct it.")
             ids.add(int(value))
     return tuple(sorted(ids))

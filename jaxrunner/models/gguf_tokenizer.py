@@ -66,9 +66,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         ) from error
 
 
-def _build(
-    metadata: Mapping[str, Any], pre: str, splitter: Callable[[], pre_tokenizers.PreTokenizer]
-) -> Tokenizer:
+def _build(metadata: Mapping[str, Any], pre: str, splitter: Callable[[], pre_tokenizers.PreTokenizer]) -> Tokenizer:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges: list[str] = metadata["tokenizer.ggml.merges"]
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)

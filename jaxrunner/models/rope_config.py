@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,6 +100,6 @@ def _agreeing(what: str, spellings: Mapping[str, Any]) -> Any:
 
 def _number(what: str, value: Any) -> float:
     """A finite number; `truncate` is a truth value, which counts as one."""
-    if not isinstance(value, numbers.Real) or not -math.inf < value < math.inf:
+    if not isinstance(value, int | float) or not -math.inf < value < math.inf:
         raise CheckpointError(f"{what} must be a finite number, not {value!r}. Correct config.json.")
     return float(value)

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner.errors import CapacityError
-from jaxrunner.errors import InvariantError
+from jaxrunner.errors import CapacityError, InvariantError
 from jaxrunner.state.block_writes import apply_block_writes, check_block_writes, no_block_writes
 from jaxrunner.state.codec import Layout
 from jaxrunner.state.fields import RECORD_WIDTH, REQUEST_FIELDS

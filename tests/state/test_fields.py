@@ -105,7 +105,8 @@ def test_a_request_without_a_seed_takes_the_one_it_is_given():
     ("ids", "message"),
     [
         ([], "empty"),
-        ([[1]], "empty"),
+        ([[1]], "flat list"),
+        ([[1], [2, 3]], "flat list"),
         ([0.5], "integer"),
         ([True], "integer"),
         ([3, 10], "token id 10 at position 1"),
