@@ -38,7 +38,7 @@ def ours() -> dict:
 
     jax.numpy.zeros(1).block_until_ready()
     baseline = _peak_bytes()
-    llm = LLM(max_num_seqs=8, max_model_len=512, kv_bytes=128 * 2**20, prefix_caching=False)
+    llm = LLM(max_num_seqs=8, max_model_len=512, kv_bytes=64 * 2**20, prefix_caching=False)
     weights = sum(w.nbytes for w in jax.tree.leaves(llm.runner.weights))
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     result: dict = {"weights_bytes": weights}

@@ -14,6 +14,7 @@ import jax
 
 from jaxrunner.compile.programs import Program, ProgramSet
 from jaxrunner.compile.progress import Report, reporting
+from jaxrunner.device_memory import return_freed_memory
 from jaxrunner.errors import BucketMissError
 
 Policy = Literal["compile", "next_larger", "refuse"]
@@ -158,6 +159,7 @@ class BucketTable:
         started = time.perf_counter()
         compiled = lowered.compile(compiler_options=self.compiler_options)
         seconds = time.perf_counter() - started
+        return_freed_memory()
         code, temp = _memory(compiled)
         return Entry(program, compiled, lower_seconds, seconds, code, temp)
 
