@@ -15,16 +15,20 @@ import numpy as np
 
 from jaxrunner.errors import CapacityError
 
+ALIGNMENT = 64
+"""Words between the starts of two sections are a multiple of this. XLA may hand a section to a GPU kernel as a pointer
+into the upload, and a kernel's operand must lie at a multiple of 256 bytes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """sections: (name, shape) in order. A vector of zeros is valid and does nothing."""
+    """sections: (name, shape) in order, each at an aligned start. A vector of zeros is valid and does nothing."""
 
     sections: tuple[tuple[str, tuple[int, ...]], ...]
 
     @property
     def size(self) -> int:
-        return sum(math.prod(shape) for _, shape in self.sections)
+        return sum(_room(shape) for _, shape in self.sections)
 
     def shape_of(self, section: str) -> tuple[int, ...]:
         return dict(self.sections)[section]
@@ -43,7 +47,7 @@ class Layout:
             size = math.prod(shape)
             if name in values:
                 _fill(vector[offset : offset + size].reshape(shape), values[name], name)
-            offset += size
+            offset += _room(shape)
         vector.flags.writeable = False
         return vector
 
@@ -55,8 +59,13 @@ class Layout:
         for name, shape in self.sections:
             size = math.prod(shape)
             parts[name] = vector[offset : offset + size].reshape(shape)
-            offset += size
+            offset += _room(shape)
         return parts
+
+
+def _room(shape: tuple[int, ...]) -> int:
+    """Words that a section takes, the gap behind it included."""
+    return -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
 
 
 def _fill(section: np.ndarray, value: np.ndarray | int | list, name: str) -> None:

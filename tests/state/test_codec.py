@@ -99,3 +99,15 @@ def test_a_vector_is_fresh_and_read_only():
     assert not np.shares_memory(first, values["rows"])
     with pytest.raises(ValueError, match="read-only"):
         first[0] = 1
+
+
+def test_every_section_starts_at_a_multiple_of_256_bytes():
+    """XLA may pass a section to a kernel as a pointer into the upload; an unaligned one is refused on a GPU."""
+    from jaxrunner.state.codec import Layout
+
+    layout = Layout((("a", ()), ("b", (5,)), ("c", (64,)), ("d", (3, 40)), ("e", (1,))))
+    starts = {}
+    for name, shape in layout.sections:
+        vector = layout.pack({name: np.full(shape, 7) if shape else 7})
+        starts[name] = int(np.flatnonzero(vector)[0]) * 4
+    assert starts == {"a": 0, "b": 256, "c": 512, "d": 768, "e": 1280}
