@@ -208,10 +208,7 @@ def _decode_upload(state: RunnerState, bucket: Bucket, rows: jax.Array, num_reqs
         "idx_mapping": jnp.pad(rows, (0, bucket.num_reqs - len(rows))),
         "query_start_loc": jnp.minimum(jnp.arange(bucket.num_reqs + 1), num_reqs),
     }
-    sections = step_layout(bucket, state.tables.groups, state.num_draft_tokens).sections
-    parts = [jnp.asarray(values.pop(name, jnp.zeros(shape)), jnp.int32).reshape(-1) for name, shape in sections]
-    assert not values, f"the upload has no section {list(values)}"
-    return jnp.concatenate(parts)
+    return step_layout(bucket, state.tables.groups, state.num_draft_tokens).assemble(values)
 
 
 def _in_callers_order(logits_fn: LogitsFn, order: jax.Array) -> LogitsFn:

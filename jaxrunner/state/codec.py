@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.errors import CapacityError
@@ -50,6 +51,17 @@ class Layout:
             offset += _room(shape)
         vector.flags.writeable = False
         return vector
+
+    def assemble(self, values: Mapping[str, jax.Array]) -> jax.Array:
+        """The vector of `pack`, made on the device, also inside a trace. A section left out is zero; one that is given
+        has its whole shape."""
+        if unknown := set(values) - {name for name, _ in self.sections}:
+            raise KeyError(f"no section is called {sorted(unknown)}")
+        parts = []
+        for name, shape in self.sections:
+            words = jnp.asarray(values.get(name, jnp.zeros(shape)), jnp.int32).reshape(math.prod(shape))
+            parts.append(jnp.pad(words, (0, _room(shape) - words.shape[0])))
+        return jnp.concatenate(parts)
 
     def unpack(self, vector: jax.Array) -> dict[str, jax.Array]:
         """The sections of a vector, inside or outside of a trace."""

@@ -111,3 +111,16 @@ def test_every_section_starts_at_a_multiple_of_256_bytes():
         vector = layout.pack({name: np.full(shape, 7) if shape else 7})
         starts[name] = int(np.flatnonzero(vector)[0]) * 4
     assert starts == {"a": 0, "b": 256, "c": 512, "d": 768, "e": 1280}
+
+
+def test_a_vector_assembled_on_the_device_equals_the_packed_one():
+    import jax.numpy as jnp
+
+    from jaxrunner.state.codec import Layout
+
+    layout = Layout((("a", ()), ("b", (5,)), ("c", (3, 40)), ("d", (2,))))
+    values = {"a": 3, "b": np.arange(5), "c": np.arange(120).reshape(3, 40)}
+    assembled = layout.assemble({name: jnp.asarray(value) for name, value in values.items()})
+    np.testing.assert_array_equal(assembled, layout.pack(values))
+    with pytest.raises(KeyError, match="e"):
+        layout.assemble({"e": jnp.zeros(1)})
