@@ -30,11 +30,6 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks that can be found by their hash."""
-        return len(self._block_of)
-
     def allocate(self, count: int) -> list[int]:
         """`count` blocks, each held once. Raises CapacityError and takes nothing if there are fewer."""
         if count > len(self._free):

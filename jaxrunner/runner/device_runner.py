@@ -7,6 +7,7 @@ and how many blocks it has.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -157,7 +158,7 @@ class DeviceRunner:
         programs, bucket = self.table.programs, self.ladder.pick(inputs)
         if len(inputs.block_writes) > block_write_capacity(bucket, self.groups):
             self._apply_admissions([AdmitEntry(row=0, block_writes=inputs.block_writes)])
-            inputs = StepInput(**{**inputs.__dict__, "block_writes": no_block_writes()})
+            inputs = dataclasses.replace(inputs, block_writes=no_block_writes())
         entry = self.table.get(programs.first(bucket), real_tokens=inputs.num_tokens)
         assert entry.program.bucket is not None
         upload = inputs.pack(entry.program.bucket)
