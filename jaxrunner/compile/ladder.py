@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 
 from jaxrunner.compile.buckets import TIERS, Bucket, Tier
 from jaxrunner.errors import CapacityError
 from jaxrunner.models.model import Model
 from jaxrunner.stages.inputs import StepInput
+
+MAX_EXECUTABLES = 40
+"""What a default ladder compiles at most."""
+ADMITS_AND_MOVES = 4
+FUSED_REQS = 256
+"""Largest decode that has a fused step: beyond it one launch more is nothing beside the step itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,17 +53,17 @@ class Ladder:
 
     @classmethod
     def default(cls, model: Model, *, max_num_seqs: int = 64, max_num_batched_tokens: int = 2048) -> Ladder:
-        """Powers of two for decodes, quarters of the maximum down to 16 or more for ragged steps, and three second
-        halves: for one request, for the root of the maximum and for all.
+        """Powers of two for decodes; halves of the maximum for ragged steps, down to 16 or to a 128th of it, as many
+        as MAX_EXECUTABLES allows; and three second halves: for one request, for the root of the maximum and for all.
         """
         del model  # every model of this package takes the same rungs
         tokens = max(max_num_batched_tokens, max_num_seqs)
+        decode = geometric(1, max_num_seqs, 2)
         root = 1 << (((max_num_seqs - 1).bit_length() + 1) // 2)
-        return cls(
-            decode=geometric(1, max_num_seqs, 2),
-            mixed=quarters(tokens, 16),
-            finish=tuple(sorted({1, min(root, max_num_seqs), max_num_seqs})),
-        )
+        finish = tuple(sorted({1, min(root, max_num_seqs), max_num_seqs}))
+        fused = sum(n <= FUSED_REQS for n in decode)
+        others = len(decode) + fused + len(TIERS) * len(finish) + ADMITS_AND_MOVES
+        return cls(decode, halves(tokens, max(16, tokens // 128), max(4, MAX_EXECUTABLES - others)), finish)
 
     @classmethod
     def powers_of_two(cls, max_num_seqs: int, max_num_batched_tokens: int | None = None) -> Ladder:
@@ -107,13 +114,17 @@ def geometric(first: int, last: int, factor: int) -> tuple[int, ...]:
     return (*rungs, last)
 
 
-def quarters(last: int, least: int) -> tuple[int, ...]:
-    """`last`, a quarter of it, and so on down to `least`, in ascending order; rounded up to multiples of 8."""
-    rungs, n = [last], -(-last // 4)
-    while n >= least:
-        rungs.append(-(-n // 8) * 8)
-        n = -(-n // 4)
-    return tuple(sorted(set(rungs)))
+def halves(last: int, least: int, count: int) -> tuple[int, ...]:
+    """At most `count` sizes from about `least` up to exactly `last`, each half of the next one, rounded up to a
+    multiple of 8. Where `count` is too few for that the lower ones, whose padding costs least, are a quarter of the
+    next."""
+    doublings = max(0, math.ceil(math.log2(last / least)))
+    steps = min(doublings, count - 1)
+    quarters = min(steps, doublings - steps)
+    rungs = [last]
+    for i in range(steps):
+        rungs.append(-(-rungs[-1] // (2 if i < steps - quarters else 4)))
+    return tuple(sorted({-(-n // 8) * 8 for n in rungs[1:]} | {last}))
 
 
 def _at_least(rungs: tuple[int, ...], n: int) -> int:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.compile.buckets import Bucket, Tier
-from jaxrunner.compile.ladder import Ladder, geometric
+from jaxrunner.compile.ladder import FUSED_REQS, Ladder, geometric
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.stages.inputs import step_layout
@@ -21,8 +21,6 @@ from jaxrunner.state.codec import Layout
 from jaxrunner.state.runner_state import RunnerState
 
 ADMIT_FIRST, ADMIT_FACTOR = 128, 8
-FUSED_REQS = 256
-"""Largest decode that has a fused step: beyond it one launch more is nothing beside the step itself."""
 
 
 @dataclasses.dataclass(frozen=True)

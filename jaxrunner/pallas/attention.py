@@ -17,7 +17,7 @@ from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.state.kv_cache import KEY, VALUE
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 128
 QUERY_TILE = 64
 NEG_INF = float("-inf")
 

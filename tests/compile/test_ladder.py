@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrunner import Bucket, Ladder, StepInput
-from jaxrunner.compile.ladder import geometric, quarters
+from jaxrunner.compile.ladder import geometric, halves
 from jaxrunner.errors import CapacityError
 from jaxrunner.models.model import LayerSpec, Model
 from jaxrunner.state.block_tables import KVGroup
@@ -31,11 +31,13 @@ def test_k112_the_largest_decode_batch_is_in_the_ladder():
     assert ladder.pick(inputs(*[1] * 35)) == Bucket("decode", 35, 35)
 
 
-def test_quarters_end_at_the_exact_maximum_and_never_quadruple():
-    assert quarters(256, 16) == (16, 64, 256)
-    assert quarters(8192, 16) == (32, 128, 512, 2048, 8192)
-    assert quarters(300, 16) == (24, 80, 300)
-    assert quarters(7, 16) == (7,)
+def test_ragged_rungs_halve_down_from_the_exact_maximum_():
+    assert halves(256, 16, 9) == (16, 32, 64, 128, 256)
+    assert halves(8192, 64, 6) == (64, 256, 1024, 2048, 4096, 8192)
+    assert halves(8192, 64, 4) == (128, 512, 2048, 8192)
+    assert halves(300, 16, 9) == (16, 24, 40, 80, 152, 300)
+    assert halves(7, 16, 4) == (7,)
+    assert halves(512, 16, 1) == (512,)
 
 
 @pytest.mark.parametrize(("seqs", "rungs"), [(1, (1,)), (2, (1, 2)), (8, (1, 4, 8)), (256, (1, 16, 256))])
@@ -48,8 +50,8 @@ def test_pick_takes_the_smallest_that_fits():
     assert ladder.pick(inputs(1, 1, 1)) == Bucket("decode", 4, 4)
     assert ladder.pick(inputs(1, 1, 5)) == Bucket("mixed", 16, 8, 16)
     assert ladder.pick(inputs(2)) == Bucket("mixed", 16, 8, 16)
-    assert ladder.pick(inputs(1, 16, tier="random")) == Bucket("mixed", 64, 8, 64, "random")
-    assert ladder.pick(inputs(65)) == Bucket("mixed", 256, 8, 256)
+    assert ladder.pick(inputs(1, 16, tier="random")) == Bucket("mixed", 32, 8, 32, "random")
+    assert ladder.pick(inputs(129)) == Bucket("mixed", 256, 8, 256)
 
 
 def test_pick_past_the_last_rung_names_the_limit():
