@@ -12,7 +12,7 @@ class Columns:
     flight will sample. computed: tokens handed to the runner. final: planned length at which a request is over;
     its last token is never run. epoch: raised when a slot changes hands, so that a late result finds nobody.
     tokens: i32[slots, L + 1]. blocks: i32[slots, W]. stops: i32[slots, S], -1 where unused.
-    digests: per slot, hashes of the full blocks that are registered (host objects, touched once a block).
+    registered: full blocks that the prefix cache knows.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, max_stop_ids: int):
@@ -22,7 +22,6 @@ class Columns:
         self.tokens = np.zeros((num_slots, max_model_len + 1), np.int32)
         self.blocks = np.zeros((num_slots, -(-max_model_len // block_size) + 1), np.int32)
         self.stops = np.full((num_slots, max_stop_ids), -1, np.int32)
-        self.digests: list[list[bytes]] = [[] for _ in range(num_slots)]
 
     prompt_len: np.ndarray
     known: np.ndarray

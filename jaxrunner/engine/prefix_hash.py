@@ -21,10 +21,19 @@ def namespace(*parts: object) -> bytes:
     return hashlib.blake2b(repr(parts).encode(), digest_size=DIGEST_SIZE).digest()
 
 
-def chain(root: bytes, token_ids: np.ndarray, block_size: int) -> list[bytes]:
-    """Hashes of all full blocks of a sequence."""
-    digests, parent = [], root
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = block_digest(parent, token_ids[start : start + block_size])
-        digests.append(parent)
-    return digests
+class HashChain:
+    """Hashes of the full blocks of one sequence, kept with its request and computed once each, however long it waits
+    and however often it is preempted. root: see `namespace`."""
+
+    def __init__(self, root: bytes, block_size: int):
+        self.root = root
+        self.block_size = block_size
+        self._digests: list[bytes] = []
+
+    def first(self, num_blocks: int, token_ids: np.ndarray) -> list[bytes]:
+        """The hashes of the first `num_blocks` blocks. token_ids: i32, the sequence from its start on, at least as far
+        as those blocks; tokens that were hashed before must not have changed."""
+        digests, size = self._digests, self.block_size
+        for start in range(len(digests) * size, num_blocks * size, size):
+            digests.append(block_digest(digests[-1] if digests else self.root, token_ids[start : start + size]))
+        return digests[:num_blocks]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from jaxrunner.engine.outputs import Logprob
+from jaxrunner.engine.prefix_hash import HashChain
 from jaxrunner.engine.stop_strings import StopStrings
 from jaxrunner.sampling_params import SamplingParams
 
@@ -19,6 +22,7 @@ class Request:
     `Scheduler.sync`. finish_reason: None, "stop" (an end id or string; stop_reason says which of the user's, None for
     the model's own), "length" or "abort". stops: looks for its stop strings, if it has some. logprobs: one entry a
     token, None if not asked for. num_cached_tokens: prompt tokens taken from the prefix cache at first admission.
+    hash_chain: of its tokens, made by the scheduler when prefix caching needs it.
     """
 
     request_id: str
@@ -37,10 +41,19 @@ class Request:
     num_preemptions: int = 0
     stops: StopStrings | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    hash_chain: HashChain | None = None
+    _known: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def known_token_ids(self) -> np.ndarray:
+        """i32[num_tokens], prompt and output; made anew only when it has grown."""
+        if self._known is None or len(self._known) != self.num_tokens:
+            self._known = np.array(self.prompt_token_ids + self.output_token_ids, np.int32)
+        return self._known
 
     @property
     def order(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxrunner.contract import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxrunner.engine.block_pool import BlockPool
 from jaxrunner.engine.columns import Columns
-from jaxrunner.engine.prefix_hash import block_digest, chain, namespace
+from jaxrunner.engine.prefix_hash import HashChain, namespace
 from jaxrunner.engine.request import Request
 from jaxrunner.errors import AdmissionError
 from jaxrunner.runner.config import RunnerConfig
@@ -207,7 +207,7 @@ class Scheduler:
         new, slots, counts = [], [], []
         while self._waiting and budget > 0 and self._free_slots:
             request = self._waiting[0][1]
-            tokens = np.array(request.prompt_token_ids + request.output_token_ids, np.int32)
+            tokens = request.known_token_ids
             hit = self._cached_prefix(request, tokens)
             needed = -(-len(tokens) // self.config.block_size) - len(hit)
             if needed > self.pool.num_free - sum(self.pool.ref_count[b] == 0 for b in hit):
@@ -237,11 +237,10 @@ class Scheduler:
         """Blocks of the longest cached prefix; at least the last token is left to run, since its logits are needed."""
         if not self.prefix_caching:
             return []
-        usable = (len(tokens) - 1) // self.config.block_size * self.config.block_size
-        return self.pool.longest_prefix(chain(self._root(request), tokens[:usable], self.config.block_size))
-
-    def _root(self, request: Request) -> bytes:
-        return namespace(self._weights_version, request.cache_salt)
+        root = namespace(self._weights_version, request.cache_salt)
+        if request.hash_chain is None or request.hash_chain.root != root:
+            request.hash_chain = HashChain(root, self.config.block_size)
+        return self.pool.longest_prefix(request.hash_chain.first((len(tokens) - 1) // self.config.block_size, tokens))
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
@@ -256,7 +255,6 @@ class Scheduler:
         columns.num_blocks[slot] = 0
         columns.append_blocks(slot, blocks)
         columns.registered[slot] = computed // self.config.block_size
-        columns.digests[slot] = chain(self._root(request), tokens[:computed], self.config.block_size)
         columns.stops[slot] = -1
         columns.stops[slot, : len(request.stop_ids)] = request.stop_ids
         if request.num_cached_tokens is None:
@@ -327,12 +325,13 @@ class Scheduler:
         full = np.minimum(columns.computed[slots], columns.known[slots]) // size
         grown = full > columns.registered[slots]
         for slot, end in zip(slots[grown].tolist(), full[grown].tolist(), strict=True):
-            request, digests = self._request_at[slot], columns.digests[slot]
+            request = self._request_at[slot]
             assert request is not None
-            for block in range(len(digests), end):
-                parent = digests[-1] if digests else self._root(request)
-                digests.append(block_digest(parent, columns.tokens[slot, block * size : (block + 1) * size]))
-                self.pool.register(int(columns.blocks[slot, block]), digests[-1])
+            assert request.hash_chain is not None
+            start = int(columns.registered[slot])
+            digests = request.hash_chain.first(end, columns.tokens[slot])[start:]
+            for block, digest in zip(columns.blocks[slot, start:end].tolist(), digests, strict=True):
+                self.pool.register(block, digest)
             columns.registered[slot] = end
 
     def _check(self, request: Request) -> None:

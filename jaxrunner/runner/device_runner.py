@@ -2,7 +2,7 @@
 
 One step: the scheduler's differences become one packed upload, one executable runs (two for a ragged batch), one small
 array comes back. Everything per request lives in the state on the device; the host keeps only the row of each request
-and how many blocks it has.
+and a few counts (`HostRows`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrunner.compile.buckets import TIERS, Tier
+from jaxrunner.compile.buckets import Tier
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.compile.programs import Program, ProgramSet
 from jaxrunner.compile.table import BucketTable
@@ -23,7 +23,8 @@ from jaxrunner.models.model import Model
 from jaxrunner.runner.admission import check_block_lists, check_new_request, check_scheduler_output
 from jaxrunner.runner.batch_order import sort_requests
 from jaxrunner.runner.config import RunnerConfig, empty_state
-from jaxrunner.runner.output import NO_LOGPROBS, AsyncOutput
+from jaxrunner.runner.host_rows import HostRows
+from jaxrunner.runner.output import AsyncOutput
 from jaxrunner.runner.rows import RowMap
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.stages.inputs import StepInput, block_write_capacity
@@ -65,10 +66,8 @@ class DeviceRunner:
         programs = ProgramSet(model, weights, self.state, self.ladder, implementation=config.implementation)
         self.table = BucketTable(programs, policy=config.bucket_policy)
         self.rows = RowMap(config.max_num_seqs)
-        num_rows = config.max_num_seqs + 1
-        self._num_blocks = np.zeros((num_rows, len(self.groups)), np.int32)
-        self._tier = np.zeros(num_rows, np.int32)
-        self._num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
+        widths = [table.shape[1] for table in self.state.tables.block_table]
+        self._host = HostRows(config.max_num_seqs + 1, self.groups, widths, config.max_model_len)
         self._seed = seed
         self._num_admitted = 0
         self._parked: Parked | None = None
@@ -129,11 +128,10 @@ class DeviceRunner:
             released.discard(entry.row)
             entries.append(entry)
         for row in released:
-            self._num_blocks[row] = 0
-            self._tier[row], self._num_logprobs[row] = 0, NO_LOGPROBS
+            self._host.clear(row)
         self._apply_admissions([release_entry(row) for row in sorted(released)] + entries)
         grown = so.scheduled_cached_reqs.with_new_blocks()
-        writes = [self._block_writes(self.rows[req_id], blocks) for req_id, blocks in grown]
+        writes = [self._host.append_blocks(self.rows[req_id], blocks) for req_id, blocks in grown]
         return np.concatenate(writes or [no_block_writes()])
 
     def build_inputs(self, so: SchedulerOutput, block_writes: np.ndarray) -> tuple[list[str], StepInput]:
@@ -146,7 +144,7 @@ class DeviceRunner:
             num_draft_tokens=np.zeros(len(rows), np.int32),
             groups=self.groups,
             block_writes=block_writes,
-            tier=TIERS[self._tier[rows].max(initial=0)],
+            tier=self._host.tier_of(rows),
         )
         return req_ids, inputs
 
@@ -164,7 +162,8 @@ class DeviceRunner:
         upload = inputs.pack(entry.program.bucket)
         self.state, result = self.table.call(entry, self.weights, self.state, upload)
         fused = entry.program.kind == "step"
-        num_logprobs = self._num_logprobs[inputs.idx_mapping]
+        self._host.advance(inputs.idx_mapping, inputs.num_scheduled_tokens)
+        num_logprobs = self._host.num_logprobs[inputs.idx_mapping]
         return Parked(req_ids, inputs.tier, result if fused else None, None if fused else result, num_logprobs)
 
     def _apply_admissions(self, entries: list[AdmitEntry]) -> None:
@@ -204,29 +203,13 @@ class DeviceRunner:
             params=params,
             seed=self._next_seed(),
         )
-        self._num_blocks[row] = 0
-        self._tier[row] = TIERS.index(params.tier)
-        self._num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self._host.occupy(row, len(tokens), request.num_computed_tokens, params)
         stop_ids = masked_stop_ids(params, self.model.eos_token_ids)
-        return AdmitEntry(row, record, tokens, self._block_writes(row, request.block_ids), stop_ids)
+        return AdmitEntry(row, record, tokens, self._host.append_blocks(row, request.block_ids), stop_ids)
 
     def _next_seed(self) -> int:
         self._num_admitted += 1
         return derived_seed(self._seed, self._num_admitted)
-
-    def _block_writes(self, row: int, block_ids: Iterable[list[int]]) -> np.ndarray:
-        """Writes that append allocator blocks to a row's tables."""
-        parts = []
-        for g, ids in enumerate(block_ids):
-            kernel_ids = expand_block_ids(ids, self.groups[g].blocks_per_kv_block)
-            start = self._num_blocks[row, g]
-            part = np.empty((len(kernel_ids), 4), np.int32)
-            part[:, 0], part[:, 1] = g, row
-            part[:, 2] = np.arange(start, start + len(kernel_ids))
-            part[:, 3] = kernel_ids
-            self._num_blocks[row, g] += len(kernel_ids)
-            parts.append(part)
-        return np.concatenate(parts)
 
     def _check(self, so: SchedulerOutput) -> None:
         check_scheduler_output(so, self.rows)
@@ -251,9 +234,12 @@ class DeviceRunner:
                 where=f"request {request.req_id!r}",
             )
             self._check_blocks(request.req_id, 0, request.block_ids)
-        for req_id, blocks in so.scheduled_cached_reqs.with_new_blocks():
+        cached = so.scheduled_cached_reqs
+        for req_id, blocks in cached.with_new_blocks():
             check_block_lists(req_id, blocks, len(self.groups))
             self._check_blocks(req_id, self.rows[req_id], blocks)
+        if cached.req_ids:
+            self._host.check_cached(cached, self.rows.take(cached.req_ids), so.num_scheduled_tokens)
         if so.new_block_ids_to_zero or so.kv_cache_block_copies:
             named = [*(so.new_block_ids_to_zero or [])]
             named += [b for c in so.kv_cache_block_copies or [] for b in (c.src_block_id, c.dst_block_id)]
@@ -269,12 +255,9 @@ class DeviceRunner:
             raise AdmissionError(f"{what}: block {bad[0]} is outside 1..{self.config.num_blocks - 1}")
 
     def _check_blocks(self, req_id: str, row: int, block_ids: Iterable[list[int]]) -> None:
-        for g, ids in enumerate(block_ids):
+        for ids in block_ids:
             self._check_pool(f"request {req_id!r}", ids)
-            held = self._num_blocks[row, g] if row else 0
-            width = self.state.tables.block_table[g].shape[1]
-            if held + len(ids) * self.groups[g].blocks_per_kv_block > width:
-                raise AdmissionError(f"request {req_id!r}: more blocks than the {width} columns of its table")
+        self._host.check_widths(req_id, row, block_ids)
 
 
 def default_ladder(model: Model, config: RunnerConfig) -> Ladder:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxrunner.compile.buckets import Bucket, Tier
+from jaxrunner.errors import NotBuiltError
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.stages.apply_diffs import apply_diffs
@@ -106,7 +107,7 @@ def finish_step(
 
 def _first_half(model, weights, state, packed, *, bucket, implementation):
     if state.num_draft_tokens:
-        raise NotImplementedError("verifying draft tokens is not built; use init_state(num_draft_tokens=0)")
+        raise NotBuiltError("verifying draft tokens is not built; use init_state(num_draft_tokens=0)")
     state = apply_diffs(state, packed, bucket=bucket)
     batch = build_batch(state, packed, bucket=bucket, implementation=implementation)
     state, hidden = forward(model, weights, state, batch, bucket=bucket, implementation=implementation)

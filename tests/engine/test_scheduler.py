@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxrunner import SamplingParams
+from jaxrunner.engine import prefix_hash
 from jaxrunner.engine.request import Request
 from jaxrunner.errors import AdmissionError
 from tests.engine.driver import Engine
@@ -143,6 +144,20 @@ def test_k026_new_weights_forget_all_prefixes():
     engine.add("b", PROMPT[:9], 2)
     engine.run()
     assert engine.ended[1].num_cached_tokens == 0
+
+
+def test_a_block_is_hashed_once_however_long_its_request_waits(monkeypatch):
+    """Waiting, admission, preemption and resumption: one hash for each full block of each request."""
+    hashed = []
+    real = prefix_hash.block_digest
+    monkeypatch.setattr(prefix_hash, "block_digest", lambda *a: hashed.append(a) or real(*a))
+    engine = Engine(num_blocks=9)
+    for name in "abc":
+        engine.add(name, [ord(name), *PROMPT[:14]], 8)
+    engine.run()
+    assert sum(r.num_preemptions for r in engine.ended) and len(engine.plans) > 20
+    assert all(len(r.output_token_ids) == 8 for r in engine.ended)
+    assert len(hashed) == len({(parent, tokens.tobytes()) for parent, tokens in hashed}) <= 3 * (22 // 4)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -8,6 +8,7 @@ import pytest
 from jaxrunner import DeviceRunner, SamplingParams
 from jaxrunner.compile.counter import CompileCounter
 from jaxrunner.contract import KVCacheBlockCopy
+from jaxrunner.errors import AdmissionError
 from jaxrunner.state.runner_state import host_view
 from tests.conftest import GOLDEN, load_tiny
 from tests.runner.plans import CONFIG, LADDER, new, plan, run
@@ -140,6 +141,33 @@ def test_blocks_are_zeroed_and_copied_before_the_forward_pass(runner, golden):
     step = run(runner, so)
     assert step["a"] == step["b"] == greedy[4:5]
     assert not np.asarray(runner.state.kv.blocks[0][:, :, BLOCKS["b"][0] + 3]).any()
+
+
+def test_a_known_request_is_not_run_past_its_tokens_its_blocks_or_the_context(runner, golden):
+    """Each plan is refused before anything has changed: the requests go on as if it had not come."""
+    (p0, g0), (p1, g1), _ = golden
+    refused = {
+        "'a': tokens up to 3 are scheduled of 2 that are known": plan({"a": 2}),
+        "'b': tokens up to 17 are scheduled of 16 that its blocks hold": plan({"a": 1, "b": 8}),
+        "'b': tokens up to 18 are scheduled of 17 that are known": plan({"b": 9}, blocks={"b": [10]}),
+    }
+    assert (len(p0), len(p1)) == (1, 17)
+    assert run(runner, plan({"a": 1, "b": 9}, [new("a", p0, BLOCKS["a"]), new("b", p1, [8, 9])]))["a"] == g0[:1]
+    for message, so in refused.items():
+        before = host_view(runner.state.requests.counters)
+        with pytest.raises(AdmissionError, match=message):
+            runner.execute_model(so)
+        np.testing.assert_array_equal(host_view(runner.state.requests.counters), before)
+    assert run(runner, plan({"a": 1, "b": 8}, blocks={"b": [10]})) == {"a": g0[1:2], "b": g1[:1]}
+
+
+def test_a_request_ends_at_the_context(runner):
+    prompt = [5] * CONFIG.max_model_len
+    assert len(run(runner, plan({"c": 32}, [new("c", prompt, BLOCKS["c"])]))["c"]) == 0
+    run(runner, plan({"c": 32}))
+    assert len(run(runner, plan({"c": 32}))["c"]) == 1
+    with pytest.raises(AdmissionError, match="tokens up to 97 are scheduled of 96"):
+        runner.execute_model(plan({"c": 1}))
 
 
 def test_the_scheduler_mirror_never_overwrites_the_device_count(runner, golden):

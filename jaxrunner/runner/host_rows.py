@@ -1,0 +1,104 @@
+"""What the host keeps of every state row: enough to refuse a plan before it is run and to choose its executables."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxrunner.compile.buckets import TIERS, Tier
+from jaxrunner.contract import CachedRequestData
+from jaxrunner.errors import AdmissionError
+from jaxrunner.runner.output import NO_LOGPROBS
+from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.state.block_tables import KVGroup, expand_block_ids
+
+
+class HostRows:
+    """Columns over rows 0..num_rows-1 (row 0 parks). G = KV-cache groups.
+
+    num_blocks: i32[rows, G], kernel blocks in the row's tables. computed: tokens that were scheduled. known: tokens
+    that the device has or will have sampled when the steps so far are done. tier: index into TIERS. num_logprobs:
+    asked for, or NO_LOGPROBS. widths: columns of each group's table.
+    """
+
+    def __init__(self, num_rows: int, groups: Sequence[KVGroup], widths: Sequence[int], max_model_len: int):
+        self.groups = groups
+        self.widths = widths
+        self.max_model_len = max_model_len
+        self.num_blocks = np.zeros((num_rows, len(groups)), np.int32)
+        self.computed = np.zeros(num_rows, np.int32)
+        self.known = np.zeros(num_rows, np.int32)
+        self.tier = np.zeros(num_rows, np.int32)
+        self.num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
+        self._sizes = np.array([g.block_size for g in groups], np.int32)
+
+    def occupy(self, row: int, num_tokens: int, num_computed_tokens: int, params: SamplingParams) -> None:
+        """A request moves in, with no blocks yet."""
+        self.num_blocks[row] = 0
+        self.computed[row], self.known[row] = num_computed_tokens, num_tokens
+        self.tier[row] = TIERS.index(params.tier)
+        self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+
+    def clear(self, row: int) -> None:
+        """The row's request is gone."""
+        self.num_blocks[row] = self.computed[row] = self.known[row] = self.tier[row] = 0
+        self.num_logprobs[row] = NO_LOGPROBS
+
+    def tier_of(self, rows: np.ndarray) -> Tier:
+        """The tier that serves all of `rows`."""
+        return TIERS[self.tier[rows].max(initial=0)]
+
+    def append_blocks(self, row: int, block_ids: Iterable[Sequence[int]]) -> np.ndarray:
+        """Count allocator blocks as the row's. Returns the table writes that append them, i32[N, 4]."""
+        parts = []
+        for g, ids in enumerate(block_ids):
+            kernel_ids = expand_block_ids(list(ids), self.groups[g].blocks_per_kv_block)
+            start = self.num_blocks[row, g]
+            part = np.empty((len(kernel_ids), 4), np.int32)
+            part[:, 0], part[:, 1] = g, row
+            part[:, 2] = np.arange(start, start + len(kernel_ids))
+            part[:, 3] = kernel_ids
+            self.num_blocks[row, g] += len(kernel_ids)
+            parts.append(part)
+        return np.concatenate(parts)
+
+    def advance(self, rows: np.ndarray, counts: np.ndarray) -> None:
+        """Count a step that was launched: its tokens, and one more known token for each row that samples."""
+        self.computed[rows] += counts
+        self.known[rows] += self.computed[rows] == self.known[rows]
+
+    def check_widths(self, req_id: str, row: int, block_ids: Iterable[Sequence[int]]) -> None:
+        """Raises AdmissionError if the row's tables have no room for more blocks. row: 0 for a new request."""
+        for g, ids in enumerate(block_ids):
+            held = self.num_blocks[row, g] if row else 0
+            if held + len(ids) * self.groups[g].blocks_per_kv_block > self.widths[g]:
+                raise AdmissionError(f"request {req_id!r}: more blocks than the {self.widths[g]} columns of its table")
+
+    def check_cached(self, cached: CachedRequestData, rows: np.ndarray, num_scheduled_tokens: dict[str, int]) -> None:
+        """Raises AdmissionError if a known request is scheduled past its tokens, its blocks or max_model_len.
+
+        rows: of cached.req_ids. A steady step runs no Python per request here.
+        """
+        counts = np.fromiter(map(num_scheduled_tokens.get, cached.req_ids, itertools.repeat(0)), np.int32, len(rows))
+        ends = self.computed[rows] + counts
+        held = self.num_blocks[rows]
+        if grown := cached.with_new_blocks():
+            place = {req_id: i for i, req_id in enumerate(cached.req_ids)}
+            for req_id, blocks in grown:
+                held[place[req_id]] += [
+                    len(b) * g.blocks_per_kv_block for b, g in zip(blocks, self.groups, strict=True)
+                ]
+        limits = {
+            "that are known": self.known[rows],
+            "that its blocks hold": (held * self._sizes).min(axis=1, initial=np.iinfo(np.int32).max),
+            "of max_model_len": self.max_model_len,
+        }
+        for what, limit in limits.items():
+            if (over := (counts > 0) & (ends > limit)).any():
+                i = int(over.argmax())
+                most = np.broadcast_to(limit, over.shape)[i]
+                raise AdmissionError(
+                    f"request {cached.req_ids[i]!r}: tokens up to {ends[i]} are scheduled of {most} {what}"
+                )
