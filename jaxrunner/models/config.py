@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrunner.errors import CheckpointError
+from jaxrunner.models.fp8_weights import check_quantization
 from jaxrunner.models.model import LayerSpec, Layout, Model
 from jaxrunner.models.rope_config import rope_from_config
 
@@ -54,11 +55,7 @@ def model_from_config(config: Mapping[str, Any], *, dtype: str = "float32", layo
     architecture = _architecture(config)
     family = FAMILIES[architecture]
     if (quantization := config.get("quantization_config")) is not None:
-        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, Mapping) else quantization
-        raise CheckpointError(
-            f"quantization_config: the checkpoint is quantised with {method!r}, which cannot be read. "
-            "Use the unquantised checkpoint of the same model, or a GGUF file of it."
-        )
+        check_quantization(quantization)
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise CheckpointError(f"hidden_act {activation!r} is not supported; {architecture} runs with 'silu' only.")
 

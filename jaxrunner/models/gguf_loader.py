@@ -18,6 +18,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+ROPE_FACTORS = "rope_freqs.weight"
+"""Divisors of the rotary frequencies, which Llama 3.1 and later files carry instead of a rule."""
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -68,11 +70,6 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 
     if get("expert_count", 0):
         raise CheckpointError(f"{file.path}: a mixture of {get('expert_count')} experts is not supported.")
-    if "rope_freqs.weight" in file.tensors:
-        raise CheckpointError(
-            f"{file.path}: rotary factors in the tensor rope_freqs.weight (Llama 3.1 and later) are not supported. "
-            "Use the model's safetensors checkpoint."
-        )
     hidden, heads = size("embedding_length"), size("attention.head_count")
     head_dim = size("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -123,6 +120,13 @@ def _rope(file: GGUFFile, arch: str) -> dict[str, Any]:
     rule: dict[str, Any] = {"rope_theta": base, "rope_type": "default"}
     kind = meta.get(f"{arch}.rope.scaling.type", "none")
     factor = meta.get(f"{arch}.rope.scaling.factor", meta.get(f"{arch}.rope.scale_linear"))
+    if ROPE_FACTORS in file.tensors:
+        if kind != "none":
+            raise CheckpointError(f"{file.path}: {ROPE_FACTORS} and rope scaling {kind!r} at once are not supported.")
+        factors = file.read(ROPE_FACTORS).reshape(-1).tolist()
+        context = meta.get(f"{arch}.context_length")
+        rule |= {"rope_type": "longrope", "attention_factor": 1.0, "original_max_position_embeddings": context}
+        return rule | {"short_factor": factors, "long_factor": factors}
     if kind == "none" and factor in (None, 0.0, 1.0):
         return rule
     names = {"yarn_ext_factor": "extrapolation_factor", "yarn_attn_factor": "attn_factor"}
@@ -161,7 +165,7 @@ def load_weights(model: Model, file: GGUFFile) -> dict[str, Any]:
                 f"{file.path}: tensor {name!r} has shape {list(file.tensors[name].shape)}, its metadata asks for "
                 f"{list(shape)}. Convert the model again."
             )
-    if extra := sorted(set(file.tensors) - {gguf_name(hf_name) for hf_name in wanted}):
+    if extra := sorted(set(file.tensors) - {gguf_name(hf_name) for hf_name in wanted} - {ROPE_FACTORS}):
         raise CheckpointError(f"{file.path} holds tensor {extra[0]!r}, for which {model.architecture} has no place.")
     permuted = file.metadata.get("general.architecture") == "llama"
 

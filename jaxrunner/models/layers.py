@@ -34,9 +34,14 @@ def linear(
     return out if bias is None else out + bias
 
 
-def rotary_table(model: Model, positions: Int32[Array, "T"]) -> tuple[Float32[Array, "T F"], Float32[Array, "T F"]]:
-    """(cos, sin) of each position, f32[T, head_dim / 2]. Computed, not looked up: no position is out of range."""
-    frequencies, factor = inv_freq(model.rope, model.head_dim, model.max_position_embeddings)
+def rotary_table(
+    model: Model, positions: Int32[Array, "T"], max_model_len: int | None = None
+) -> tuple[Float32[Array, "T F"], Float32[Array, "T F"]]:
+    """(cos, sin) of each position, f32[T, head_dim / 2]. Computed, not looked up: no position is out of range.
+
+    max_model_len: positions the run may use, which chooses the factors of longrope.
+    """
+    frequencies, factor = inv_freq(model.rope, model.head_dim, model.max_position_embeddings, max_model_len)
     angles = positions[:, None].astype(jnp.float32) * jnp.asarray(frequencies)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 

@@ -22,7 +22,7 @@ class RopeSpec:
 
     theta: float = 10000.0
     rope_type: str = "default"
-    parameters: tuple[tuple[str, float], ...] = ()
+    parameters: tuple[tuple[str, float | tuple[float, ...]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings", "short_factor", "long_factor"),
 }
 OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "dynamic": ("max_trained_positions",),
@@ -28,7 +29,9 @@ OPTIONAL: Mapping[str, tuple[str, ...]] = {
         "mscale_all_dim",
         "truncate",
     ),
+    "longrope": ("attention_factor", "factor", "short_mscale", "long_mscale"),
 }
+LISTS = ("short_factor", "long_factor")
 _NOT_NUMBERS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 _KNOWN = {name for table in (REQUIRED, OPTIONAL) for names in table.values() for name in names} | set(_NOT_NUMBERS)
 
@@ -75,16 +78,16 @@ def _one_rule(rule: Mapping[str, Any], config: Mapping[str, Any], theta: float, 
     fallback = {"original_max_position_embeddings": config.get("original_max_position_embeddings")}
     if rope_type == "yarn" and fallback["original_max_position_embeddings"] is None:
         fallback["original_max_position_embeddings"] = max_positions
-    parameters = {}
+    parameters: dict[str, Any] = {}
     for name in REQUIRED[rope_type] + OPTIONAL.get(rope_type, ()):
         value = rule.get(name)
         value = fallback.get(name) if value is None else value
         if value is not None:
-            parameters[name] = _number(name, value)
+            parameters[name] = _numbers(name, value) if name in LISTS else _number(name, value)
         elif name in REQUIRED[rope_type]:
             raise CheckpointError(f"rope type {rope_type!r} needs the parameter {name}. Add it to config.json.")
     base = _number("rope_theta", theta if base is None else base)
-    if base <= 0 or parameters.get("factor", 1) <= 0:
+    if base <= 0 or parameters.get("factor", 1.0) <= 0:
         raise CheckpointError(f"rope_theta {base} and factor must be positive. Correct config.json.")
     return RopeSpec(base, rope_type, tuple(sorted(parameters.items())))
 
@@ -103,3 +106,12 @@ def _number(what: str, value: Any) -> float:
     if not isinstance(value, int | float) or not -math.inf < value < math.inf:
         raise CheckpointError(f"{what} must be a finite number, not {value!r}. Correct config.json.")
     return float(value)
+
+
+def _numbers(what: str, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list | tuple) or not value:
+        raise CheckpointError(f"{what} must be a list of numbers, not {value!r}. Correct config.json.")
+    numbers = tuple(_number(what, v) for v in value)
+    if min(numbers) <= 0:
+        raise CheckpointError(f"{what} must be positive, not {min(numbers)}. Correct config.json.")
+    return numbers

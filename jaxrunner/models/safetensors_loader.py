@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxrunner.errors import CheckpointError
+from jaxrunner.models.fp8_weights import is_extra, read_weight, scale_of
 from jaxrunner.models.model import Model
 from jaxrunner.models.safetensors_file import SafetensorsFile
 from jaxrunner.models.weights import build_weights, weight_table
@@ -23,11 +24,12 @@ def load_weights(model: Model, directory: str | Path) -> dict[str, Any]:
 
     Every file's header is checked against its length, and every tensor's name, shape and type against the model, before
     any weight is read; `CheckpointError` then names the file and the tensor. Nothing is ever unpickled. A tied model
-    loads with or without `lm_head.weight` in the files; one that differs from the embedding is an error.
+    loads with or without `lm_head.weight` in the files; one that differs from the embedding is an error. 8-bit floats
+    are dequantised with their scales.
     """
     files = find_tensors(Path(directory))
     _check_against_model(model, files, Path(directory))
-    return build_weights(model, lambda name: files[name].read(name))
+    return build_weights(model, lambda name: read_weight(name, files))
 
 
 def find_tensors(directory: Path) -> dict[str, SafetensorsFile]:
@@ -80,7 +82,8 @@ def _check_against_model(model: Model, files: Mapping[str, SafetensorsFile], dir
         )
     tied_head = {"lm_head.weight"} if model.tie_word_embeddings else set()
     for name in files:
-        if name not in wanted and name not in tied_head and not name.endswith(HARMLESS_EXTRAS):
+        harmless = name in tied_head or name.endswith(HARMLESS_EXTRAS) or is_extra(name, files)
+        if name not in wanted and not harmless:
             raise CheckpointError(
                 f"{files[name].path} holds tensor {name!r}, for which {model.architecture} has no place. "
                 "Check that config.json (biases, architecture, number of layers) belongs to this checkpoint."
@@ -98,6 +101,7 @@ def _check_against_model(model: Model, files: Mapping[str, SafetensorsFile], dir
                 "Use the model's unquantised checkpoint."
             )
         files[name].dtype(name)
+        scale_of(name, files)
     if tied_head & set(files):
         _check_tied(files)
 

@@ -33,15 +33,16 @@ def forward(
     metadata: tuple[AttentionMetadata, ...],
     group_of_layer: dict[int, tuple[int, int]],
     *,
+    max_model_len: int | None = None,
     implementation: Implementation = None,
 ) -> tuple[tuple[jax.Array, ...], Float[Array, "T H"]]:
     """(cache with this step's keys and values, hidden states [T, hidden] after the final norm).
 
     blocks: the cache of each KV-cache group. metadata: one per group. group_of_layer: model layer -> (group, index in
-    the group).
+    the group). max_model_len: positions the run may use, see `rotary_table`.
     """
     x = weights["embed_tokens"][input_ids]
-    rope = rotary_table(model, positions)
+    rope = rotary_table(model, positions, max_model_len)
     run = functools.partial(_layer, model=model, implementation=_frozen(implementation))
     caches = list(blocks)
     if model.layout == "layers":

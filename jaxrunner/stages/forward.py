@@ -37,6 +37,7 @@ def forward(
         batch.positions,
         metadata,
         state.tables.group_of_layer,
+        max_model_len=state.max_model_len,
         implementation=implementation,
     )
     return state.replace(kv=state.kv.replace(blocks=blocks)), hidden

@@ -255,7 +255,7 @@ def configs(rng: np.random.Generator, count: int) -> Iterator[Damage]:
     cases += [
         ("architectures", v, ("architectur",)) for v in ("LlamaForCausalLM", 5, [5], [None], ["GPT2"], [[]], {"a": 1})
     ]
-    cases += [("quantization_config", v, ("quantization_config",)) for v in ({}, 5, {"quant_method": "fp8"}, [])]
+    cases += [("quantization_config", v, ("quantization_config",)) for v in ({}, 5, {"quant_method": "gptq"}, [])]
     cases += [("layer_types", v, ("layer_types",)) for v in (5, [], ["full_attention"], ["x", "x"], [[], []], "ab")]
     flags = ("attention_bias", "mlp_bias", "tie_word_embeddings")
     cases += [(k, v, (k,)) for k in flags for v in ("false", "yes", 5, [1], {})]

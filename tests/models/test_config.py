@@ -140,17 +140,46 @@ def test_defaults_are_those_of_the_family():
     assert model_from_config(only_type).architecture == "Qwen2ForCausalLM"
 
 
+LONGROPE = {"type": "longrope", "original_max_position_embeddings": 8, "short_factor": [1.0], "long_factor": [4.0]}
+
+
+def test_longrope_from_either_place():
+    inside = model_from_config(config_of("llama") | {"rope_parameters": None, "rope_scaling": LONGROPE}).rope
+    outside = {k: v for k, v in LONGROPE.items() if k != "original_max_position_embeddings"}
+    config = config_of("llama") | {"rope_parameters": None, "rope_scaling": outside}
+    assert model_from_config(config | {"original_max_position_embeddings": 8}).rope == inside
+    assert dict(inside.parameters)["long_factor"] == (4.0,)
+
+
+def test_fp8_schemes_are_accepted():
+    weights = {"type": "float", "num_bits": 8, "strategy": "channel"}
+    for scheme in (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}},
+    ):
+        assert model_from_config(config_of("llama") | {"quantization_config": scheme}) == model_from_config(
+            config_of("llama")
+        )
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ("GPT2LMHeadModel", "LlamaForCausalLM")),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ("longrope", "llama3")),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, ("ntk", "llama3")),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ("longrope", "original_max_position_embeddings")),
+        ({"rope_scaling": LONGROPE | {"long_factor": 4.0}}, ("long_factor", "list")),
+        ({"rope_scaling": LONGROPE | {"long_factor": [4.0, 0.0]}}, ("long_factor", "positive")),
         ({"rope_scaling": {"rope_type": "linear"}}, ("linear", "factor")),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000}}, ("alpha",)),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ("per layer type",)),
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5")),
         ({"hidden_act": "gelu"}, ("gelu", "silu")),
         ({"quantization_config": {"quant_method": "awq"}}, ("quantization_config", "awq", "unquantised")),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+            ("pack-quantized",),
+        ),
         ({"num_key_value_heads": 3}, ("num_attention_heads 4", "num_key_value_heads 3")),
         ({"head_dim": 15}, ("head_dim 15",)),
         ({"num_hidden_layers": 0}, ("num_hidden_layers",)),

@@ -10,6 +10,7 @@ from jaxrunner.models.config import model_from_config
 from jaxrunner.models.default_model import default_model_path
 from jaxrunner.models.gguf_file import GGUFFile
 from jaxrunner.models.gguf_loader import config_from_gguf, load_weights
+from jaxrunner.models.rope import inv_freq
 from jaxrunner.models.safetensors_loader import load_weights as load_safetensors
 
 from .checkpoints import GOLDEN, config_of, error_message, read_bf16_as_float32
@@ -103,6 +104,26 @@ def test_rope_scaling(tmp_path):
     assert model_from_config(config_from_gguf(file)).rope == model_from_config(config_of("llama_rope_yarn")).rope
 
 
+def test_rope_factors_in_a_tensor(tmp_path):
+    """As Llama 3.1's files have them: every frequency is divided by its factor, at all lengths alike."""
+    factors = np.linspace(1, 8, 8, dtype=np.float32)
+    path = write_gguf(tmp_path / "m.gguf", "llama", "llama", lambda w: w.add_tensor("rope_freqs.weight", factors))
+    file = GGUFFile.open(path)
+    model = model_from_config(config_from_gguf(file))
+    load_weights(model, file)
+    plain = model_from_config(config_of("llama")).rope
+    for context in (8, 10**6):
+        got, attention_factor = inv_freq(model.rope, 16, 128, context)
+        np.testing.assert_allclose(got, inv_freq(plain, 16, 128)[0] / factors, rtol=1e-6)
+        assert attention_factor == 1.0
+
+
+def with_factors_and_yarn(writer):
+    writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+
+
 def test_architectures_that_cannot_be_run_are_named(tmp_path):
     file = GGUFFile.open(write_gguf(tmp_path / "m.gguf", "llama", "gemma2"))
     with pytest.raises(CheckpointError) as info:
@@ -114,7 +135,7 @@ def test_architectures_that_cannot_be_run_are_named(tmp_path):
     ("change", "named"),
     [
         (lambda writer: writer.add_expert_count(8), "8 experts"),
-        (lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32)), "rope_freqs.weight"),
+        (with_factors_and_yarn, "rope_freqs.weight and rope scaling 'yarn'"),
     ],
 )
 def test_features_that_cannot_be_run_are_named(tmp_path, change, named):

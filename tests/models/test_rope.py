@@ -1,15 +1,20 @@
 """The oracles are loops over pairs, written from the papers' formulas in another form than the package's."""
 
+import functools
 import math
 
+import jax
 import numpy as np
 import pytest
 
+from jaxrunner import Bucket, admit, init_state, plan, step
 from jaxrunner.errors import CheckpointError
-from jaxrunner.models.model import RopeSpec
+from jaxrunner.models.model import LayerSpec, Model, RopeSpec
 from jaxrunner.models.rope import inv_freq
+from jaxrunner.models.weights import random_weights
 
 D = 64
+BUCKET = Bucket("mixed", 12, 1, 12)
 
 
 def spec(rope_type, theta=10000.0, **parameters):
@@ -103,6 +108,61 @@ def test_k041_frequencies_have_no_length_that_a_raised_limit_could_outgrow(rope)
     np.testing.assert_array_equal(short, long)
 
 
+def longrope(**parameters):
+    fields = {"original_max_position_embeddings": 8.0, "short_factor": (1.0,) * 8, "long_factor": (4.0,) * 8}
+    return spec("longrope", **(fields | parameters))
+
+
+@pytest.mark.parametrize(("context", "divisor"), [(8, 1.0), (9, 4.0), (None, 4.0)])
+def test_longrope_has_one_set_of_factors_for_a_run(context, divisor):
+    got, factor = inv_freq(longrope(), 16, 16, context)
+    np.testing.assert_array_equal(got, np.array([f / divisor for f in plain(head_dim=16)]).astype(np.float32))
+    assert factor == pytest.approx(math.sqrt(1 + math.log(2) / math.log(8)))
+
+
+def test_longrope_attention_factors():
+    assert inv_freq(longrope(attention_factor=1.5), 16, 16, 16)[1] == 1.5
+    assert inv_freq(longrope(short_mscale=1.1, long_mscale=1.2), 16, 16, 16)[1] == 1.2
+    assert inv_freq(longrope(short_mscale=1.1, long_mscale=1.2), 16, 16, 8)[1] == 1.1
+    assert inv_freq(longrope(factor=4.0), 16, 16)[1] == pytest.approx(math.sqrt(1 + math.log(4) / math.log(8)))
+    assert inv_freq(longrope(), 16, 8)[1] == 1.0
+    with pytest.raises(CheckpointError, match="8 factors, a head of 32 needs 16"):
+        inv_freq(longrope(), 32, 16)
+
+
+def test_k098_a_request_that_grows_past_the_original_context_keeps_one_rotation():
+    """Generated across position 8 with a cache, against each prefix run afresh, in a run of up to 16 positions."""
+    model = Model("LlamaForCausalLM", 64, 32, 64, 2, 1, 16, (LayerSpec(), LayerSpec()), longrope())
+    weights = random_weights(model)
+    run = jax.jit(functools.partial(step, model, bucket=BUCKET))
+
+    def start(tokens):
+        state = init_state(model, max_requests=1, max_model_len=16, num_blocks=4, block_size=16)
+        return admit(state, [tokens])
+
+    def advance(state, row, count):
+        state, output = run(weights, state, plan(state, {row: count}).pack(BUCKET))
+        return state, int(output.sampled_token_ids[0, 0])
+
+    tokens = [5, 9, 17, 33, 60, 2]
+    state, (row,) = start(tokens)
+    count = len(tokens)
+    for _ in range(6):
+        fresh, (fresh_row,) = start(tokens)
+        fresh, expected = advance(fresh, fresh_row, len(tokens))
+        state, token = advance(state, row, count)
+        assert token == expected
+        block = int(state.tables.block_table[0][row, 0])
+        fresh_block = int(fresh.tables.block_table[0][fresh_row, 0])
+        np.testing.assert_allclose(
+            state.kv.blocks[0][:, :, block, : len(tokens)],
+            fresh.kv.blocks[0][:, :, fresh_block, : len(tokens)],
+            atol=1e-5,
+        )
+        tokens, count = [*tokens, token], 1
+    assert len(tokens) == 12
+
+
 def test_unknown_rule_is_named():
-    with pytest.raises(CheckpointError, match="longrope"):
-        inv_freq(spec("longrope"), D, 2048)
+    with pytest.raises(CheckpointError, match="ntk"):
+        inv_freq(spec("ntk"), D, 2048)

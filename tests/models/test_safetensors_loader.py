@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 
 import jax
@@ -271,3 +272,61 @@ def test_pickles_are_never_read(tmp_path):
     with pytest.raises(CheckpointError) as info:
         load_weights(model_from_config(config_of("llama")), tmp_path)
     error_message(info, "pytorch_model.bin", "safetensors")
+
+
+def quantised(name, per, scale):
+    """A bfloat16 tensor of a file as 8-bit floats, with a scale for all of it, each row or each block.
+
+    Returns (the change of the file, a dictionary that then holds the dequantised values).
+    """
+    result = {}
+
+    def change(raw):
+        kind, shape, data = raw[name]
+        assert kind == "BF16"
+        rows, columns = shape
+        scale_shape = {"tensor": (), "one": (1,), "row": (rows, 1), "block": (-(-rows // 128), -(-columns // 128))}[per]
+        scales = (scale * np.arange(1, 1 + math.prod(scale_shape))).astype(np.float32).reshape(scale_shape)
+        full = scales.repeat(128, 0)[:rows].repeat(128, 1)[:, :columns] if per == "block" else scales
+        values = np.frombuffer(data, ml_dtypes.bfloat16).reshape(shape).astype(np.float32)
+        eight = np.clip(values / full, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        raw[name] = ("F8_E4M3", shape, eight.tobytes())
+        raw[name + ("_scale_inv" if per == "block" else "_scale")] = ("F32", scale_shape, scales.tobytes())
+        raw[name.removesuffix(".weight") + ".input_scale"] = ("F32", (), np.float32(3).tobytes())
+        result["values"] = eight.astype(np.float32) * full
+
+    return change, result
+
+
+@pytest.mark.parametrize("per", ["tensor", "one", "row", "block"])
+def test_k105_each_part_of_a_fused_matrix_has_its_own_scale(tmp_path, per):
+    """q, k and v become one matrix here; their scales are of their own and need not agree."""
+    directory = copy_of("llama", tmp_path / "m")
+    names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
+    want = []
+    for name, scale in zip(names, (0.01, 0.02, 0.04), strict=True):
+        change, result = quantised(name, per, scale)
+        model = rewrite(directory, change)
+        want.append(result["values"])
+    got = load_weights(model, directory)["layers"][0]["qkv"]
+    np.testing.assert_array_equal(got, np.concatenate(want))
+    assert np.abs(got - load_weights(model, GOLDEN / "tiny" / "llama")["layers"][0]["qkv"]).max() < 0.07
+
+
+def test_an_8_bit_weight_needs_a_scale_that_fits(tmp_path):
+    directory, name = copy_of("llama", tmp_path / "m"), "model.layers.1.mlp.down_proj.weight"
+    model = rewrite(directory, quantised(name, "row", 0.01)[0])
+    load_weights(model, directory)
+
+    def misshape(raw):
+        kind, shape, data = raw[name + "_scale"]
+        raw[name + "_scale"] = (kind, (shape[0] // 2, 1), data[: len(data) // 2])
+
+    rewrite(directory, misshape)
+    with pytest.raises(CheckpointError) as info:
+        load_weights(model, directory)
+    error_message(info, name + "_scale", "one for each row")
+    rewrite(directory, lambda raw: raw.pop(name + "_scale"))
+    with pytest.raises(CheckpointError) as info:
+        load_weights(model, directory)
+    error_message(info, name, "F8_E4M3", "no scale")
