@@ -34,6 +34,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import timing  # noqa: E402
 from benchmarks.timing import CALLS  # noqa: E402
+from jaxrunner.checks import attention_specs as specs  # noqa: E402
+from jaxrunner.checks.attention_judge import metadata_of as metadata_of_spec  # noqa: E402
+from jaxrunner.checks.attention_oracle import attention as attention_oracle  # noqa: E402
 from jaxrunner.pallas.attention_decode_mosaic import decode_attention  # noqa: E402
 from jaxrunner.pallas.attention_metadata import AttentionMetadata  # noqa: E402
 from jaxrunner.pallas.attention_prefill_mosaic import ragged_attention  # noqa: E402
@@ -42,7 +45,6 @@ from jaxrunner.pallas.kv_write_mosaic import kv_write_mosaic  # noqa: E402
 from jaxrunner.pallas.rope_kv_write import rope_kv_write_xla  # noqa: E402
 from jaxrunner.pallas.rope_kv_write_mosaic import rope_kv_write_mosaic  # noqa: E402
 from tests.oracle import attention as oracle  # noqa: E402
-from tests.pallas import attention_specs as specs  # noqa: E402
 
 READ_TB_S, MATMUL_TFLOP_S = 4.6, 818.0
 LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, HEADS, HEAD_DIM = 4, 64 * 256 + 1, 16, 8, 32, 128
@@ -261,18 +263,12 @@ def check_attention(spec: specs.AttentionSpec, tuned: dict[str, Any]) -> dict[st
         arrays = spec.build(seed=5)
         expected = spec.expected(arrays)
         attend = decode_attention if spec.query_len is not None else ragged_attention
-        metadata = AttentionMetadata(
-            query_start_loc=jnp.asarray(arrays["query_start_loc"]),
-            seq_lens=jnp.asarray(arrays["seq_lens"]),
-            num_reqs=jnp.int32(len(spec.query_lens)),
-            block_table=jnp.asarray(arrays["block_table"]),
-            slot_mapping=jnp.full(spec.tokens, -1, jnp.int32),
-            query_len=spec.query_len,
-        )
         f = jax.jit(functools.partial(attend, **spec.options, **tuned))
         q, blocks = jnp.asarray(arrays["q"]), jnp.asarray(arrays["blocks"])
         sinks = None if arrays["sinks"] is None else jnp.asarray(arrays["sinks"])
-        result = np.asarray(f(q, blocks, jnp.int32(spec.layer), metadata, sinks=sinks)).astype(np.float64)
+        result = np.asarray(
+            f(q, blocks, jnp.int32(spec.layer), metadata_of_spec(spec, arrays), sinks=sinks), np.float64
+        )
         empty = np.linalg.norm(expected, axis=-1) == 0
         row["value"] = float(np.linalg.norm(result - expected) / np.linalg.norm(expected))
         row["pass"] = bool(row["value"] < 5e-3 and (result[empty] == 0).all())
@@ -363,7 +359,7 @@ def check_large() -> dict[str, Any]:
         small = np.zeros((1, 2, 13, 16, KV_HEADS, HEAD_DIM))
         for which, values in enumerate((k, v)):
             small[0, which].reshape(-1, KV_HEADS, HEAD_DIM)[:tokens] = np.asarray(values, np.float64)
-        expected = oracle.attention(
+        expected = attention_oracle(
             np.asarray(q, np.float64), small, 0, np.arange(13)[None], [tokens], [1], scale=HEAD_DIM**-0.5
         )
         result = np.asarray(f(q, blocks, jnp.int32(1), metadata)).astype(np.float64)

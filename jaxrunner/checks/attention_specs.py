@@ -1,4 +1,4 @@
-"""Named arguments of attention, shared by its tests and by the benchmarks."""
+"""Named arguments of attention, shared by its tests, `jaxrunner check-attention` and the benchmarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tests.oracle import attention as oracle
+from jaxrunner.checks.attention_oracle import attention as oracle
 
 Ints = tuple[int, ...]
 
@@ -53,7 +53,7 @@ class AttentionSpec:
     def tokens(self) -> int:
         return self.num_tokens or sum(self.query_lens)
 
-    def build(self, seed: int = 0) -> dict[str, np.ndarray]:
+    def build(self, seed: int = 0) -> dict[str, Any]:
         """q, blocks, block_table, seq_lens, query_start_loc and sinks (None without)."""
         rng = np.random.default_rng(seed)
         dtype = np.dtype(getattr(ml_dtypes, self.dtype, None) or self.dtype)
@@ -94,8 +94,8 @@ class AttentionSpec:
             "sinks": rng.standard_normal(self.num_heads).astype(np.float32) if self.sinks else None,
         }
 
-    def expected(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
-        return oracle.attention(
+    def expected(self, arrays: dict[str, Any]) -> np.ndarray:
+        return oracle(
             arrays["q"],
             arrays["blocks"],
             self.layer,
@@ -162,8 +162,9 @@ def random_spec(seed: int) -> AttentionSpec:
     requests = []
     for _ in range(int(rng.integers(1, 20))):
         kind = rng.choice(["empty", "decode", "short", "long"], p=[0.1, 0.4, 0.3, 0.2])
-        length = {"empty": 0, "decode": 1, "short": rng.integers(2, 40), "long": rng.integers(40, 400)}[kind]
-        requests.append((int(length), int(length + rng.integers(0, 1200))))
+        bounds = {"empty": (0, 1), "decode": (1, 2), "short": (2, 40), "long": (40, 400)}[str(kind)]
+        length = int(rng.integers(*bounds))
+        requests.append((length, length + int(rng.integers(0, 1200))))
     live = sum(length for length, _ in requests)
     return ragged(
         f"random {seed}",
