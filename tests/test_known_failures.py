@@ -115,6 +115,7 @@ COVERED: dict[int, tuple[str, ...]] = {
     95: ("models/test_config.py::test_k095_explicit_head_dim_and_null",),
     96: ("models/test_config.py::test_k096_hidden_size_need_not_be_divisible_when_head_dim_is_given",),
     97: ("models/test_config.py::test_k097_type_and_rope_type",),
+    98: ("models/test_rope.py::test_k098_a_request_that_grows_past_the_original_context_keeps_one_rotation",),
     99: ("models/test_config.py::test_k099_base_at_top_level_and_yarn_are_both_in_force",),
     100: (f"{SAFETENSORS}::test_k100_missing_shard_is_named_before_anything_is_read",),
     101: (f"{SAFETENSORS}::test_k101_bfloat16_is_bit_exact_including_nan_payloads",),
@@ -124,6 +125,7 @@ COVERED: dict[int, tuple[str, ...]] = {
         "damage/test_checkpoints.py::test_damaged_directories",
     ),
     104: (f"{SAFETENSORS}::test_k104_no_tensors_and_zero_size_tensors",),
+    105: (f"{SAFETENSORS}::test_k105_each_part_of_a_fused_matrix_has_its_own_scale",),
     106: ("models/test_generation.py::test_k106_an_override_is_merged_key_by_key",),
     107: (
         f"{SCHEDULER}::test_k107_every_end_id_of_the_model_stops",
@@ -136,6 +138,7 @@ COVERED: dict[int, tuple[str, ...]] = {
     # Memory
     109: ("engine/test_memory.py::test_k109_the_most_expensive_sampler_path_is_measured",),
     110: ("engine/test_memory.py::test_k110_only_what_is_free_counts",),
+    111: ("engine/test_memory.py::test_k111_scheduler_and_arrays_count_the_same_blocks",),
     # Compilation and buckets
     112: ("compile/test_ladder.py::test_k112_the_largest_decode_batch_is_in_the_ladder",),
     113: ("compile/test_ladder.py::test_k113_every_step_that_fits_finds_a_bucket_it_can_be_packed_into",),
@@ -151,6 +154,7 @@ COVERED: dict[int, tuple[str, ...]] = {
     ),
     121: ("state/test_host_arrays.py::test_k121_prompts_may_be_overwritten_after_admission",),
     122: ("state/test_donation.py::test_k122_no_two_leaves_share_a_buffer",),
+    123: ("runner/test_known_cases.py::test_k123_nan_debugging_finds_the_operation_and_keeps_the_state",),
     124: (
         "state/test_codec.py::test_a_number_past_32_bits_is_refused",
         "state/test_codec.py::test_seeds_travel_as_two_words",
@@ -164,7 +168,7 @@ COVERED: dict[int, tuple[str, ...]] = {
 
 NOT_BUILT: dict[str, tuple[int, ...]] = {
     "speculative decoding": (4, 16, 20, 43, 44, 69, *range(76, 84)),
-    "shards, and the paddings of TPU kernels": (5, 8, 111),
+    "shards, and the paddings of TPU kernels": (5, 8),
     "logits processors of the user": (12,),
     "LoRA adapters": (25, 87, 88, 89, 118),
     "local attention in chunks, which splits a request": (33, 36),
@@ -177,9 +181,6 @@ NOT_BUILT: dict[str, tuple[int, ...]] = {
     "prompt_logprobs": (67, 68),
     "structured output": tuple(range(70, 76)),
     "pooling": (90, 91, 92),
-    "long rope: the rule is refused by name": (98,),
-    "quantised safetensors checkpoints: refused by name": (105,),
-    "a NaN debugging mode of its own": (123,),
 }
 
 REFUSED = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -75,8 +76,10 @@ class ProgramSet:
 
     def first(self, bucket: Bucket) -> Program:
         """What a step in `bucket` begins with: the fused step of a greedy decode of up to FUSED_REQS requests, else the
-        first half, which every tier shares and `finish` completes."""
-        if bucket.kind == "decode" and bucket.tier == "greedy" and bucket.num_reqs <= FUSED_REQS:
+        first half, which every tier shares and `finish` completes. With `jax_debug_nans` on nothing is fused, so that
+        the hidden states are a result, which JAX looks at."""
+        fused = bucket.num_reqs <= FUSED_REQS and not jax.config.jax_debug_nans
+        if bucket.kind == "decode" and bucket.tier == "greedy" and fused:
             return Program("step", bucket)
         return Program("begin", bucket.replace(tier="greedy"))
 
@@ -110,20 +113,24 @@ class ProgramSet:
         return admit_layout(program.size, blocks, max_stop_ids=self._max_stop_ids)
 
     def lower(self, program: Program) -> jax.stages.Lowered:
-        """Trace and lower one program. No array is made."""
+        """Trace and lower one program. No array is made. With `jax_debug_nans` on nothing is donated."""
+        run, arguments = self.function(program)
+        return jax.jit(run, donate_argnums=_place_of(self._state, arguments)).lower(*arguments)
+
+    def function(self, program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """(what the program computes, the shapes of its arguments)."""
         if program.kind == "admit":
             layout = self.admit_layout(program)
-            run = jax.jit(functools.partial(apply_admit, layout=layout), donate_argnums=0)
-            return run.lower(self._state, _vector(layout))
+            return functools.partial(apply_admit, layout=layout), (self._state, _vector(layout))
         if program.kind == "moves":
-            return jax.jit(apply_moves, donate_argnums=0).lower(self._state, _vector(move_layout()))
+            return apply_moves, (self._state, _vector(move_layout()))
         if program.kind == "finish":
             finish = functools.partial(finish_step, self.model, tier=program.tier, num_reqs=program.size)
-            return jax.jit(finish, donate_argnums=1).lower(self._weights, self._state, self._pending)
+            return finish, (self._weights, self._state, self._pending)
         assert program.bucket is not None
         upload = _vector(self.step_layout(program.bucket))
         run = self._begin(program.bucket) if program.kind == "begin" else self._step(program.bucket)
-        return jax.jit(run, donate_argnums=1).lower(self._weights, self._state, upload)
+        return run, (self._weights, self._state, upload)
 
     @functools.cached_property
     def _pending(self) -> Any:
@@ -145,6 +152,10 @@ class ProgramSet:
             pending_reqs=self.ladder.max_num_reqs,
             implementation=self.implementation,
         )
+
+
+def _place_of(argument: Any, arguments: tuple[Any, ...]) -> int:
+    return next(i for i, a in enumerate(arguments) if a is argument)
 
 
 def _vector(layout: Layout) -> jax.ShapeDtypeStruct:

@@ -8,9 +8,10 @@ import logging
 import os
 import time
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
+import numpy as np
 
 from jaxrunner.compile.programs import Program, ProgramSet
 from jaxrunner.compile.progress import Report, reporting
@@ -94,7 +95,11 @@ class BucketTable:
         return entry
 
     def call(self, entry: Entry, *args: Any) -> Any:
-        """Run an executable. A mismatch of its arguments names the leaf, the bucket and the way out."""
+        """Run an executable. A mismatch of its arguments names the leaf, the bucket and the way out.
+
+        With `jax_debug_nans` on a NaN in its results runs the program again, one operation after the other, and raises
+        FloatingPointError from the one that made it; the state is not donated then and stays what it was.
+        """
         try:
             return entry.compiled(*args)
         except (TypeError, ValueError) as error:
@@ -103,6 +108,17 @@ class BucketTable:
                 "Every leaf must keep the shape, dtype and sharding it had at start-up; weights are replaced with "
                 "arrays of the same kind, a state of another size needs a runner of its own."
             ) from error
+        except Exception as error:
+            if type(error).__name__ != "InternalFloatingPointError":  # JAX's own, which only its jit turns into text
+                raise
+            self._find_nan(entry, args)
+
+    def _find_nan(self, entry: Entry, args: tuple[Any, ...]) -> NoReturn:
+        run, _ = self.programs.function(entry.program)
+        args = jax.tree.map(lambda a: jax.device_put(a) if isinstance(a, np.ndarray) else a, args)
+        with jax.disable_jit():
+            run(*args)
+        raise FloatingPointError(f"{entry.program} gave NaN or infinity, which none of its operations did alone")
 
     def stats(self) -> list[dict[str, Any]]:
         """One row per executable, in the order of the ladder."""

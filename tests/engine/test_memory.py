@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -11,6 +12,7 @@ from jaxrunner import Ladder, RunnerConfig
 from jaxrunner.compile.programs import Program, ProgramSet
 from jaxrunner.device_memory import free_device_bytes
 from jaxrunner.engine import memory
+from jaxrunner.engine.scheduler import Scheduler
 from jaxrunner.errors import CapacityError
 from jaxrunner.models.model import LayerSpec, Model
 from jaxrunner.models.weights import abstract_weights
@@ -57,3 +59,19 @@ def test_k109_the_most_expensive_sampler_path_is_measured():
     for tier in LADDER.tiers:
         assert worst >= memory._temporary(programs, Program("finish", size=4, tier=tier))
     assert worst >= 4 * MODEL.vocab_size * 4
+
+
+def test_k111_scheduler_and_arrays_count_the_same_blocks(monkeypatch):
+    """A head of 96 takes 96 numbers in the cache, on the host's side as on the device's: nothing is padded to 128."""
+    monkeypatch.setattr(memory, "largest_temporary", lambda programs: 0)
+    monkeypatch.setattr(memory, "MARGIN", 0.0)
+    model = MODEL.replace(head_dim=96)
+    state = jax.eval_shape(lambda: empty_state(model, CONFIG))
+    rest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.replace(kv=None)))
+    count = memory.blocks_that_fit(model, abstract_weights(model), CONFIG, LADDER, rest + 60 * 6 * BLOCK_BYTES)
+    assert count == 60
+    config = dataclasses.replace(CONFIG, num_blocks=count)
+    (blocks,) = jax.eval_shape(lambda: empty_state(model, config)).kv.blocks
+    assert blocks.shape[2] == count
+    assert blocks.size * blocks.dtype.itemsize == 60 * 6 * BLOCK_BYTES
+    assert Scheduler(config, 1).pool.num_usable == count - 1
