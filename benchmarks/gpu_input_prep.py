@@ -23,8 +23,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import timing  # noqa: E402
-from benchmarks.timing import CALLS  # noqa: E402
+from benchmarks import report  # noqa: E402
+from benchmarks.report import CALLS  # noqa: E402
 from jaxrunner.pallas.input_prep import input_prep_xla  # noqa: E402
 from jaxrunner.pallas.input_prep_mosaic import input_prep_mosaic  # noqa: E402
 from jaxrunner.pallas.slot_mapping_mosaic import default_tokens_per_cta  # noqa: E402
@@ -112,11 +112,11 @@ def measure(case: str, spec: specs.InputPrepSpec, name: str, tokens_per_cta: int
         f = implementation(spec, tokens_per_cta, name)
         check(spec, f)
         row["equal_to_oracle"] = True
-        timing.timed(row, repeated(f), variants(spec, CALLS))
+        report.timed(row, repeated(f), variants(spec, CALLS))
         us = row.pop("us")
         return row if "void" in row else row | {"value": us}
 
-    return timing.guarded(row, run)
+    return report.guarded(row, run)
 
 
 def main() -> None:
@@ -124,27 +124,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_input_prep.json")
     parser.add_argument("--seconds", type=float, default=120.0, help="start no further row after this long")
     options = parser.parse_args()
-    timing.count_compilations()
     jobs = [(c, s, name, None) for c, s, _ in CASES for name in ("mosaic", "xla")]
     jobs += [(c, s, "mosaic", value) for c, s, values in CASES for value in values]
-    data = "random, other state rows in every call"
-    report = timing.Report(options.output, options.seconds, timing.conditions(state=specs.MODEL, data=data))
+    data = {"state": specs.MODEL, "data": "random, other state rows in every call"}
+    result = report.Report(options.output, report.conditions(**report.KERNEL_TIMING, **data), seconds=options.seconds)
     for number, (case, spec, name, value) in enumerate(jobs):
-        if not report.left:
-            report.result["conditions"]["rows_left_out"] = len(jobs) - number
+        if not result.left:
+            result.conditions["rows_left_out"] = len(jobs) - number
             break
-        report.add(measure(case, spec, name, value))
-    report.write()
-    result, rows = report.result, report.rows
-
-    print(f"\n{result['conditions']['device']}, jax {jax.__version__}; {options.output}")
-    print(f"{'case':18s}{'':8s}{'tokens/CTA':>11s}{'us':>9s}{'kernels':>9s}{'wall us':>9s}")
-    for row in rows:
-        figures = [row.get("value"), row.get("kernels_per_call"), row.get("wall_us")]
-        text = "".join(f"{'-' if x is None else f'{x:.2f}':>9s}" for x in figures)
-        name = row["name"].removeprefix("kernel/input_prep/")
-        note = row.get("error") or row.get("void") or ""
-        print(f"{name:18s}{row['implementation']:8s}{row.get('tokens_per_cta', '')!s:>11s}{text}  {note[:80]}")
+        result.add(measure(case, spec, name, value))
+    result.write()
+    report.show(result.rows, leave_out=("kernels", "first_call_s", "default"))
 
 
 if __name__ == "__main__":

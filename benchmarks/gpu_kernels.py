@@ -6,7 +6,7 @@
 Checks come first, in processes of their own since lowering takes their time, and say pass or fail a row; then the
 default sizes, the targets before the rest, then the sizes one may tune. CALLS calls on
 different layers or blocks run inside one jit, each after the one before, so that keys and values are never in the L2
-cache; `us` is the device time of one call, all its kernels together, see `benchmarks.timing`. TB/s count the keys and
+cache; `us` is the device time of one call, all its kernels together, see `benchmarks.report`. TB/s count the keys and
 values read, TFLOP/s the causal half of the products. `floor` is in the row's unit, at 4.6 TB/s (the fastest read of
 this GPU) or 818 TFLOP/s (its fastest product); `peer` is FlashAttention 3 inside vLLM 0.25.1 on the same GPU. Rows are
 written as they come; a row is void if anything was compiled while it was timed.
@@ -32,8 +32,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import timing  # noqa: E402
-from benchmarks.timing import CALLS  # noqa: E402
+from benchmarks import report  # noqa: E402
+from benchmarks.report import CALLS, Report  # noqa: E402
 from jaxrunner.checks import attention_specs as specs  # noqa: E402
 from jaxrunner.checks.attention_judge import metadata_of as metadata_of_spec  # noqa: E402
 from jaxrunner.checks.attention_oracle import attention as attention_oracle  # noqa: E402
@@ -189,10 +189,10 @@ def time_attention(case: Case, tuned: dict[str, Any]) -> dict[str, Any]:
                 outputs.append(f(q, blocks, jnp.int32(i % LAYERS), metadata[i // LAYERS % len(metadata)]))
             return outputs
 
-        timing.timed(row, calls, (q, cache(), metadata_of(case)), wall_runs=10)
+        report.timed(row, calls, (q, cache(), metadata_of(case)), wall_runs=10)
         return row if "void" in row else row | {"value": round(case.value(row["us"]), 3)}
 
-    return timing.guarded(row, run)
+    return report.guarded(row, run)
 
 
 def slots_of(tokens: int, offset: int = 0) -> np.ndarray:
@@ -249,11 +249,11 @@ def time_write(op: str, tokens: int, name: str, tuned: dict[str, Any]) -> dict[s
             held[0], outputs = donated(held[0], *args)
             return held[0], outputs
 
-        timing.timed(row, step, (), wall_runs=10)
+        report.timed(row, step, (), wall_runs=10)
         row["in_place"] = held[0].unsafe_buffer_pointer() == before
         return row if "void" in row else row | {"value": row["us"]}
 
-    return timing.guarded(row, run)
+    return report.guarded(row, run)
 
 
 def check_attention(spec: specs.AttentionSpec, tuned: dict[str, Any]) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def check_attention(spec: specs.AttentionSpec, tuned: dict[str, Any]) -> dict[st
         row["pass"] = bool(row["value"] < 5e-3 and (result[empty] == 0).all())
         return row
 
-    return timing.guarded(row | {"pass": False}, run)
+    return report.guarded(row | {"pass": False}, run)
 
 
 def check_write() -> dict[str, Any]:
@@ -296,7 +296,7 @@ def check_write() -> dict[str, Any]:
                 bad += int((np.asarray(f(blocks, jnp.int32(1), k, v, jnp.asarray(slots))) != expected).sum())
         return row | {"value": bad, "unit": "wrong elements", "pass": bad == 0}
 
-    return timing.guarded(row | {"pass": False}, run)
+    return report.guarded(row | {"pass": False}, run)
 
 
 def check_rope() -> dict[str, Any]:
@@ -326,7 +326,7 @@ def check_rope() -> dict[str, Any]:
                     worst = max(worst, float(np.linalg.norm(got - want) / np.linalg.norm(want)))
         return row | {"value": worst, "unit": "relative error", "pass": worst < 2e-3}
 
-    return timing.guarded(row | {"pass": False}, run)
+    return report.guarded(row | {"pass": False}, run)
 
 
 def check_large() -> dict[str, Any]:
@@ -367,7 +367,7 @@ def check_large() -> dict[str, Any]:
         row["pass"] = exact and others == 0 and error < 5e-3
         return row | {"value": error, "unit": "relative error", "exact": exact, "other_elements": others}
 
-    return timing.guarded(row | {"pass": False}, run)
+    return report.guarded(row | {"pass": False}, run)
 
 
 def checks() -> list[Callable[[], dict[str, Any]]]:
@@ -384,10 +384,10 @@ def run_check(number: int) -> dict[str, Any]:
     return checks()[number]()
 
 
-def run_checks(report: timing.Report, seconds: float, workers: int) -> None:
+def run_checks(result: Report, seconds: float, workers: int) -> None:
     """In order; no further one is started after `seconds`."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # for the workers: they share the GPU
-    limited, numbers = timing.Report(report.path, seconds, {}), range(len(checks()))
+    limited, numbers = Report(result.path, {}, seconds=seconds), range(len(checks()))
     context = multiprocessing.get_context("spawn")
     waiting: set[concurrent.futures.Future[dict[str, Any]]] = set()
 
@@ -395,7 +395,7 @@ def run_checks(report: timing.Report, seconds: float, workers: int) -> None:
         nonlocal waiting
         done, waiting = concurrent.futures.wait(waiting, return_when=when)
         for future in done:
-            report.add(future.result())
+            result.add(future.result())
 
     try:
         with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
@@ -403,12 +403,12 @@ def run_checks(report: timing.Report, seconds: float, workers: int) -> None:
                 if len(waiting) >= workers:
                     collect(concurrent.futures.FIRST_COMPLETED)
                 if not limited.left:
-                    report.result["conditions"]["checks_left_out"] = len(numbers) - number
+                    result.conditions["checks_left_out"] = len(numbers) - number
                     break
                 waiting.add(pool.submit(run_check, number))
             collect(concurrent.futures.ALL_COMPLETED)
     except concurrent.futures.BrokenExecutor as error:  # such as a kernel that never ends and was killed
-        report.add({"name": "check/all", "value": None, "pass": False, "error": f"a worker died: {error}"})
+        result.add({"name": "check/all", "value": None, "pass": False, "error": f"a worker died: {error}"})
 
 
 def timings(tune: bool) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -444,23 +444,13 @@ def timings(tune: bool) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    failed = [row for row in rows if row["name"].startswith("check/") and not row.get("pass")]
-    passed = sum(bool(row.get("pass")) for row in rows)
-    print(f"checks: {passed} passed, {len(failed)} failed")
-    for row in failed:
-        print("  FAILED", row["name"], row.get("value"), (row.get("error") or "")[:150])
-    print(f"{'row':38s}{'':8s}{'value':>9s} {'unit':8s}{'us':>9s}{'floor':>9s}{'peer':>8s}{'kernels':>8s}  tuned")
-    known = {"name", "value", "unit", "us", "floor", "peer", "kernels", "kernels_per_call", "implementation", "default"}
-    known |= {"first_call_s", "wall_us", "bytes", "in_place", "void", "error"}
-    for row in rows:
-        if row["name"].startswith("check/"):
-            continue
-        cells = [row.get(key) for key in ("value", "us", "floor", "peer", "kernels_per_call")]
-        value, us, floor, peer, kernels = ("-" if cell is None else f"{cell:.2f}" for cell in cells)
-        tuned = " ".join(f"{key}={value}" for key, value in row.items() if key not in known)
-        note = row.get("error") or row.get("void") or ""
-        head = f"{row['name'].removeprefix('kernel/'):38s}{row['implementation']:8s}"
-        print(f"{head}{value:>9s} {row['unit']:8s}{us:>9s}{floor:>9s}{peer:>8s}{kernels:>8s}  {tuned} {note[:100]}")
+    """How many checks passed and which failed, then the timed rows."""
+    checks = [row for row in rows if row["name"].startswith("check/")]
+    failed = [row for row in checks if not row.get("pass")]
+    print(f"checks: {len(checks) - len(failed)} passed, {len(failed)} failed")
+    report.show(failed)
+    timed = [row for row in rows if row not in checks]
+    report.show(timed, leave_out=("kernels", "first_call_s", "wall_us", "bytes", "default", "in_place"))
 
 
 def main() -> None:
@@ -473,23 +463,21 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only rows with this in their name; no checks")
     parser.add_argument("--no-tune", action="store_true", help="only the default sizes")
     options = parser.parse_args()
-    timing.count_compilations()
     state = {"layers": LAYERS, "blocks": BLOCKS, "model": LLAMA, "dtype": "bfloat16"}
-    report = timing.Report(
-        options.output, options.seconds, timing.conditions(state=state, data="random, blocks scattered")
-    )
+    data = {"state": state, "data": "random, blocks scattered"}
+    result = Report(options.output, report.conditions(**report.KERNEL_TIMING, **data), seconds=options.seconds)
     if not options.only:
-        run_checks(report, options.check_seconds, options.workers)
-    show(report.rows)
+        run_checks(result, options.check_seconds, options.workers)
+    show(result.rows)
     jobs = [job for name, job in timings(not options.no_tune) if options.only in name and not options.checks_only]
     for number, job in enumerate(jobs):
-        if not report.left:
-            report.result["conditions"]["rows_left_out"] = len(jobs) - number
+        if not result.left:
+            result.conditions["rows_left_out"] = len(jobs) - number
             break
-        report.add(job())
-    report.write()
-    print(f"\n{report.result['conditions']['device']}, jax {jax.__version__}; {options.output}")
-    show(report.rows)
+        result.add(job())
+    result.write()
+    print(f"\n{result.conditions['device']}, jax {jax.__version__}; {options.output}")
+    show(result.rows)
 
 
 if __name__ == "__main__":

@@ -1,36 +1,53 @@
-"""Whole engine steps on a GPU: decodes of the Llama-3-8B shape with random weights in bfloat16, host included.
+"""Whole engine steps on a GPU, host included: the Llama-3-8B shape and a tiny one, with random weights in bfloat16.
 
-    python benchmarks/gpu_step.py [--output FILE] [--batches 1 8 64 256] [--seconds 200]
+    python benchmarks/gpu_step.py [--output FILE] [--only TEXT] [--seconds 400]
 
-One step is what `LLM.step` does with asynchronous scheduling: plan, packed upload, launch, then the tokens of the step
-before. Every request starts at a context of about 1010 tokens whose KV is taken as computed; 12 steps warm up, 60 are
-timed. A row is void if anything was compiled in its window. `kernels` counts the Mosaic kernels in the executable that
-ran. The outputs of random weights say nothing; the same kernels are compared with XLA in `tests/gpu`. `peer` is vLLM
-0.25.1 on the same kind of GPU, `floor` the bytes of weights and KV at 4.2 TB/s (or the products at 781 TFLOP/s).
+`decode/...`: one step is what `LLM.step` does with asynchronous scheduling: plan, packed upload, launch, then the
+tokens of the step before. Every request starts at a context of about 1010 tokens whose KV is taken as computed; 12
+steps warm up, 60 are timed. `prefill/...`: from the scheduling of new requests to their first tokens on the host, the
+whole prompts in one step. `decode_loop/...`: one step of `decode_loop`, LOOP_STEPS in a call. `decode/tiny-peer`: a
+model so small that the host bounds it, in turns between two runs of `benchmarks.calibration`.
+
+Each row says which implementation of each op its executables hold (`kernels`: calls in their text), and what memory
+they need: `memory_bytes` are the arrays held while it was timed and the largest temporary, `peak_bytes` the most that
+this process has had allocated so far. `check` compares logits with the XLA implementation, see
+`benchmarks.step_check`. A row is void if anything was compiled in its window. `peer` is vLLM 0.25.1 on the same kind
+of GPU, `floor` the bytes of weights and KV at 4.2 TB/s, or the products at 781 TFLOP/s.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import jax
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import timing  # noqa: E402
-from jaxrunner import DeviceRunner, Ladder, RunnerConfig, SamplingParams  # noqa: E402
+import jaxrunner  # noqa: E402
+from benchmarks import report, step_check  # noqa: E402
+from benchmarks.calibration import calibrate, speed  # noqa: E402
+from jaxrunner import Bucket, DeviceRunner, Ladder, RunnerConfig, SamplingParams, decode_loop  # noqa: E402
 from jaxrunner.compile.counter import CompileCounter  # noqa: E402
+from jaxrunner.compile.hlo import implementations, mosaic_kernels  # noqa: E402
 from jaxrunner.engine.request import Request  # noqa: E402
 from jaxrunner.engine.scheduler import Scheduler  # noqa: E402
 from jaxrunner.models.model import LayerSpec, Model, RopeSpec  # noqa: E402
 from jaxrunner.models.weights import random_weights  # noqa: E402
 
 CONTEXT, BLOCK_SIZE, WARM_UP, STEPS = 1009, 16, 12, 60
+LOOP_STEPS, LOOP_CALLS = 32, 5
+PREFILL_TOKENS, PREFILL_WARM_UP, PREFILL_STEPS = 8192, 2, 6
+TURNS, TURN_STEPS, TINY_CONTEXT = 10, 16, 984
 LLAMA3_8B = Model(
     "LlamaForCausalLM",
     vocab_size=128256,
@@ -42,11 +59,19 @@ LLAMA3_8B = Model(
     layers=(LayerSpec(),) * 32,
     rope=RopeSpec(theta=500000.0),
     rms_norm_eps=1e-5,
-    max_position_embeddings=8192,
+    max_position_embeddings=16384,
     dtype="bfloat16",
 )
+TINY = Model(
+    "LlamaForCausalLM", 32000, 256, 512, 4, 2, 64, (LayerSpec(),) * 2, max_position_embeddings=8192, dtype="bfloat16"
+)
+"""The peer report's, whose intermediate size it does not say."""
 FLOOR = {1: 3.60, 8: 3.83, 32: 4.60, 64: 5.63, 128: 7.70, 256: 13.2}
 PEER = {1: 4.83, 8: 5.17, 32: 6.16, 64: 7.43, 128: 10.11, 256: 17.14}
+PREFILLS = {"1x8192": ((8192,), 169.0, 209.2), "4x2048": ((2048,) * 4, 158.0, 190.4)}
+"""Name -> prompt lengths, floor, peer."""
+TINY_PEER = {"fast": 5.08, "slow": 7.97}
+Row = dict[str, Any]
 
 
 class PrefilledScheduler(Scheduler):
@@ -56,66 +81,207 @@ class PrefilledScheduler(Scheduler):
         return list(itertools.islice(self.pool._free, (len(tokens) - 1) // BLOCK_SIZE))
 
 
-def measure(weights, batch: int) -> dict:
-    row = {"name": f"decode/llama3-8b/b{batch}/ctx1030/greedy", "unit": "ms"}
-    blocks = batch * -(-(CONTEXT + WARM_UP + STEPS + 8) // BLOCK_SIZE) + 1
+class Engine:
+    """A scheduler over a runner; depth: results in flight before the oldest is taken."""
+
+    def __init__(self, model: Model, weights: Any, config: RunnerConfig, ladder: Ladder, *, prefilled: bool):
+        self.runner = DeviceRunner(model, weights, config, ladder=ladder)
+        scheduler = PrefilledScheduler if prefilled else Scheduler
+        self.scheduler = scheduler(config, len(self.runner.groups), prefix_caching=False)
+        self.depth = 1 if config.async_scheduling else 0
+        self.in_flight: deque = deque()
+        self.names = (f"r{i}" for i in itertools.count())
+
+    def add(self, prompt: list[int], max_tokens: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self.scheduler.add(Request(next(self.names), prompt, params))
+
+    def step(self) -> None:
+        plan, frame = self.scheduler.schedule()
+        self.runner.execute_model(plan)
+        self.in_flight.append((frame, self.runner.sample_tokens()))
+        if len(self.in_flight) > self.depth:
+            frame, output = self.in_flight.popleft()
+            self.scheduler.update(frame, output.get_output() if self.depth else output)
+
+    def described(self) -> Row:
+        """What its executables of steps hold and need."""
+        entries = [e for e in self.runner.table.entries.values() if e.program.kind in ("step", "begin", "finish")]
+        texts = {e.program: e.compiled.as_text() for e in entries}
+        step = next(text for program, text in texts.items() if program.kind != "finish")
+        return {
+            "implementation": implementations(step),
+            "kernels": dict(sum(map(mosaic_kernels, texts.values()), Counter())),
+            **memory(max(e.temp_bytes for e in entries)),
+            "lower_s": round(sum(e.lower_seconds for e in entries), 2),
+            "compile_s": round(sum(e.compile_seconds for e in entries), 2),
+        }
+
+
+def memory(temp_bytes: int) -> Row:
+    stats = jax.devices()[0].memory_stats() or {}
+    held = stats.get("bytes_in_use", 0)
+    return {"temp_bytes": temp_bytes, "memory_bytes": held + temp_bytes, "peak_bytes": stats.get("peak_bytes_in_use")}
+
+
+def void(counter: CompileCounter) -> Row:
+    return {"void": f"{counter.count} programs were compiled in the timed window"} if counter.count else {}
+
+
+def seconds_of(run: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def decoding(model: Model, weights: Any, batch: int, context: int, steps: int) -> Engine:
+    """An engine whose `batch` requests all decode, warm."""
+    tokens = WARM_UP + steps + 8
+    blocks = batch * -(-(context + tokens) // BLOCK_SIZE) + 1
     config = RunnerConfig(batch, 2048, max(batch, 64), blocks, BLOCK_SIZE, async_scheduling=True)
     ladder = Ladder((batch,), (max(batch, 64),), (batch,), tiers=("greedy",))
-    runner = DeviceRunner(LLAMA3_8B, weights, config, ladder=ladder)
-    scheduler = PrefilledScheduler(config, len(runner.groups), prefix_caching=False)
+    engine = Engine(model, weights, config, ladder, prefilled=True)
     for i in range(batch):
-        params = SamplingParams(temperature=0.0, max_tokens=WARM_UP + STEPS + 4, ignore_eos=True)
-        scheduler.add(Request(f"r{i}", [(7 * i + j) % 100000 for j in range(CONTEXT)], params))
-    in_flight: deque = deque()
-
-    def step() -> None:
-        plan, frame = scheduler.schedule()
-        runner.execute_model(plan)
-        in_flight.append((frame, runner.sample_tokens()))
-        if len(in_flight) > 1:
-            frame, output = in_flight.popleft()
-            scheduler.update(frame, output.get_output())
-
+        engine.add([(7 * i + j) % 30000 for j in range(context)], tokens)
     for _ in range(WARM_UP):
-        step()
-    times = []
+        engine.step()
+    return engine
+
+
+def measure_decode(weights: Any, batch: int, row: Row) -> Row:
+    engine = decoding(LLAMA3_8B, weights, batch, CONTEXT, STEPS)
     with CompileCounter() as counter:
-        for _ in range(STEPS):
-            started = time.perf_counter()
-            step()
-            times.append((time.perf_counter() - started) * 1e3)
-    (entry,) = [e for e in runner.table.entries.values() if e.program.kind == "step"]
-    row |= {
-        "value": round(statistics.median(times), 3),
-        "p10": round(sorted(times)[STEPS // 10], 3),
-        "p90": round(sorted(times)[STEPS * 9 // 10], 3),
-        "floor": FLOOR.get(batch),
-        "peer": PEER.get(batch),
-        "kernels": entry.compiled.as_text().count('custom_call_target="mosaic_gpu'),
-        "temp_bytes": entry.temp_bytes,
-        "lower_s": round(entry.lower_seconds, 2),
-        "compile_s": round(entry.compile_seconds, 2),
-    }
-    if counter.count:
-        row["void"] = f"{counter.count} programs were compiled in the timed window"
-    return row
+        times = [seconds_of(engine.step) for _ in range(STEPS)]
+    return row | report.milliseconds(times) | engine.described() | void(counter)
+
+
+def measure_prefill(weights: Any, lengths: tuple[int, ...], row: Row) -> Row:
+    most = max(len(lengths) for lengths, _, _ in PREFILLS.values())
+    blocks = PREFILL_TOKENS // BLOCK_SIZE + 2 * most + 1
+    config = RunnerConfig(most, PREFILL_TOKENS + 16, PREFILL_TOKENS, blocks, BLOCK_SIZE)
+    ladder = Ladder((most,), (PREFILL_TOKENS,), (most,), tiers=("greedy",))
+    engine = Engine(LLAMA3_8B, weights, config, ladder, prefilled=False)
+
+    def step(seed: int) -> float:
+        for prompt in step_check.random_prompts(LLAMA3_8B, lengths, seed):
+            engine.add(prompt, 1)
+        return seconds_of(engine.step)
+
+    for seed in range(PREFILL_WARM_UP):
+        step(seed)
+    with CompileCounter() as counter:
+        times = [step(100 + seed) for seed in range(PREFILL_STEPS)]
+    return row | report.milliseconds(times) | engine.described() | void(counter)
+
+
+def measure_loop(weights: Any, batch: int, row: Row) -> Row:
+    prompts = step_check.random_prompts(LLAMA3_8B, (CONTEXT + 1,) * batch)
+    total = LOOP_STEPS * (LOOP_CALLS + 1) + 1
+    state, rows = step_check.computed_state(LLAMA3_8B, prompts, CONTEXT, room=total)
+    state = jaxrunner.reserve(state, rows, total)
+    bucket = Bucket("decode", batch, batch)
+
+    def loop(weights, state):
+        return decode_loop(LLAMA3_8B, weights, state, rows, steps=LOOP_STEPS, bucket=bucket)
+
+    lowered = jax.jit(loop, donate_argnums=1).lower(weights, state)
+    compiled = lowered.compile()
+
+    def call() -> None:
+        nonlocal state
+        state, tokens, counts = compiled(weights, state)
+        jax.block_until_ready(tokens)
+        assert (counts == LOOP_STEPS).all(), "a row stopped"
+
+    call()
+    with CompileCounter() as counter:
+        times = [seconds_of(call) / LOOP_STEPS for _ in range(LOOP_CALLS)]
+    text = compiled.as_text()
+    held = {"implementation": implementations(text), "kernels": dict(mosaic_kernels(text))}
+    return (
+        row | report.milliseconds(times) | held | memory(compiled.memory_analysis().temp_size_in_bytes) | void(counter)
+    )
+
+
+def measure_tiny(row: Row, batch: int = 256) -> Row:
+    engine = decoding(TINY, random_weights(TINY), batch, TINY_CONTEXT, TURNS * TURN_STEPS)
+    turns = []
+    with CompileCounter() as counter:
+        for _ in range(TURNS):
+            before = calibrate()
+            times = [seconds_of(engine.step) for _ in range(TURN_STEPS)]
+            turns.append((before, calibrate(), times))
+    calibrations = [c for before, after, _ in turns for c in (before, after)]
+    row |= report.milliseconds([t for *_, times in turns for t in times])
+    row["calibration_ms"] = round(statistics.median(calibrations), 2)
+    for kind, peer in TINY_PEER.items():
+        chosen = [t for before, after, times in turns if speed(before, after) == kind for t in times]
+        if chosen:
+            row |= {f"{kind}_cpu": report.milliseconds(chosen)["value"], f"{kind}_cpu_peer": peer}
+    row["turns"] = [[round(b, 2), round(a, 2), round(statistics.median(t) * 1e3, 3)] for b, a, t in turns]
+    return row | engine.described() | void(counter)
+
+
+def jobs(weights: Callable[[], Any]) -> list[tuple[Row, Callable[[Row], Row], Callable[[], Row]]]:
+    """(the row's head, its measurement, its check)."""
+    result = []
+
+    def job(name: str, measure, check, **more) -> None:
+        result.append(({"name": name, "value": None, "unit": "ms", **more}, measure, check))
+
+    for batch in FLOOR:
+        name = f"decode/llama3-8b/b{batch}/ctx1030/greedy"
+        check = functools.partial(check_decode, weights, batch)
+        measure = functools.partial(lambda b, row: measure_decode(weights(), b, row), batch)
+        job(name, measure, check, floor=FLOOR[batch], peer=PEER[batch])
+    for name, (lengths, floor, peer) in PREFILLS.items():
+        measure = functools.partial(lambda n, row: measure_prefill(weights(), n, row), lengths)
+        most = max(len(lengths) for lengths, _, _ in PREFILLS.values())
+        check = functools.partial(lambda n, most=most: step_check.check_prefill(LLAMA3_8B, weights(), n, most), lengths)
+        job(f"prefill/llama3-8b/{name}", measure, check, floor=floor, peer=peer)
+    for batch in (1, 64):
+        measure = functools.partial(lambda b, row: measure_loop(weights(), b, row), batch)
+        job(
+            f"decode_loop/llama3-8b/b{batch}",
+            measure,
+            functools.partial(check_decode, weights, batch),
+            floor=FLOOR[batch],
+        )
+    check = lambda: step_check.check_decode(TINY, random_weights(TINY), 256, TINY_CONTEXT)  # noqa: E731
+    job("decode/tiny-peer/b256", measure_tiny, check)
+    return result
+
+
+@functools.cache
+def check_decode(weights: Callable[[], Any], batch: int) -> Row:
+    return step_check.check_decode(LLAMA3_8B, weights(), batch, CONTEXT + 20)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_step.json")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 256, 8])
-    parser.add_argument("--seconds", type=float, default=200)
-    arguments = parser.parse_args()
-    report = timing.Report(
-        arguments.output, arguments.seconds, timing.conditions(model="llama3-8b shape, random bfloat16", steps=STEPS)
-    )
-    weights = random_weights(LLAMA3_8B)
-    for batch in arguments.batches:
-        if report.left:
-            name = {"name": f"decode/llama3-8b/b{batch}/ctx1030/greedy", "unit": "ms"}
-            report.add(timing.guarded(name, lambda b=batch: measure(weights, b)))
-            print(report.rows[-1], flush=True)
+    parser.add_argument("--only", default="", help="only rows with this in their name")
+    parser.add_argument("--seconds", type=float, default=400)
+    options = parser.parse_args()
+    shape = {"model": "llama3-8b shape, random bfloat16", "steps": STEPS, "prefill_steps": PREFILL_STEPS}
+    result = report.Report(options.output, report.conditions(**shape), seconds=options.seconds)
+    weights = functools.cache(lambda: random_weights(LLAMA3_8B))
+    chosen = [job for job in jobs(weights) if options.only in job[0]["name"]]
+    done = []
+    for head, measure, check in chosen:
+        if result.left:
+            result.add(report.guarded(head, functools.partial(measure, dict(head))))
+            done.append((result.rows[-1], check))
+            report.show(result.rows[-1:], leave_out=("turns",))
+    for row, check in done:  # after all timings: a check needs memory of its own, which would count as a row's peak
+        row["check"] = report.guarded({"pass": False}, check) if result.left else {"pass": None}
+        result.write()
+    result.conditions["rows_left_out"] = len(chosen) - len(done)
+    result.write()
+    print()
+    report.show(result.rows, leave_out=("turns", "p10", "p90", "lower_s", "compile_s", "kernels", "temp_bytes"))
+    if any(row["check"]["pass"] is False for row, _ in done):
+        sys.exit("a check failed")
 
 
 if __name__ == "__main__":
