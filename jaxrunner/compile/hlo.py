@@ -73,7 +73,7 @@ def made_arrays(text: str, sizes: Iterable[int]) -> list[Instruction]:
 
 def instructions(text: str) -> Iterator[Instruction]:
     """Every instruction outside of the fused computations."""
-    fused = set(re.findall(r" fusion\(.*?\bcalls=%?([\w.-]+)", text))
+    fused = set(re.findall(r" fusion(?:-start)?\(.*?\bcalls=%?([\w.-]+)", text))
     inside = None
     for line in text.splitlines():
         if line and not line[0].isspace():

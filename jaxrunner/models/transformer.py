@@ -1,8 +1,8 @@
 """The decoder-only transformer of the Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM3), over a paged KV cache.
 
 Written once for both weight layouts: `"layers"` unrolls the layers in Python around one inner jit of the layer body
-(traced once for all equal layers), `"stacked"` scans over weights with a leading layer axis. The KV cache is carried
-through, never scanned over, which would copy it.
+(traced once for all equal layers), `"stacked"` scans over weights with a leading layer axis, or on a GPU unrolls over
+them too. The KV cache is carried through, never scanned over, which would copy it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ def forward(
     rope = rotary_table(model, positions, max_model_len)
     run = functools.partial(_layer, model=model, implementation=_frozen(implementation))
     caches = list(blocks)
-    if model.layout == "layers":
-        for index, (spec, layer_weights) in enumerate(zip(model.layers, weights["layers"], strict=True)):
+    stacked = model.layout == "stacked"
+    if stacked and (len(caches) != 1 or len(set(model.layers)) != 1):
+        raise ValueError("stacked weights need layers that are all alike; load this model with layout='layers'")
+    if not stacked or jax.default_backend() == "gpu":
+        layers = _cut(weights["layers"], model.num_layers) if stacked else weights["layers"]
+        for index, (spec, layer_weights) in enumerate(zip(model.layers, layers, strict=True)):
             group, inner = group_of_layer[index]
             args = (layer_weights, x, caches[group], jnp.int32(inner), rope, metadata[group])
             x, caches[group] = run(*args, spec=spec)
     else:
-        if len(caches) != 1 or len(set(model.layers)) != 1:
-            raise ValueError("stacked weights need layers that are all alike; load this model with layout='layers'")
 
         def body(carry, layer):
             layer_weights, inner = layer
@@ -61,6 +63,12 @@ def forward(
         xs = (weights["layers"], jnp.arange(model.num_layers, dtype=jnp.int32))
         (x, caches[0]), _ = lax.scan(body, (x, caches[0]), xs)
     return tuple(caches), rms_norm(x, weights["norm"], model.rms_norm_eps)
+
+
+def _cut(stacked: dict[str, jax.Array], num_layers: int) -> list[dict[str, jax.Array]]:
+    """The weights of each layer, cut out of stacked ones at constant places: XLA's GPU compiler reads such a cut in
+    place, where the slice that a scan takes in each turn is a copy of the layer's weights."""
+    return [{name: array[i] for name, array in stacked.items()} for i in range(num_layers)]
 
 
 def logits(model: Model, weights: Any, hidden: Float[Array, "B H"]) -> Float32[Array, "B V"]:
