@@ -18,6 +18,7 @@ of GPU, `floor` the bytes of weights and KV at 4.2 TB/s, or the products at 781 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import functools
 import itertools
 import statistics
@@ -25,6 +26,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,8 @@ from jaxrunner.models.weights import random_weights  # noqa: E402
 CONTEXT, BLOCK_SIZE, WARM_UP, STEPS = 1009, 16, 12, 60
 LOOP_STEPS, LOOP_CALLS = 32, 5
 PREFILL_TOKENS, PREFILL_WARM_UP, PREFILL_STEPS = 8192, 2, 6
-TURNS, TURN_STEPS, TINY_CONTEXT = 10, 16, 984
+TURNS, TURN_STEPS, TINY_BATCH, TINY_CONTEXT = 10, 16, 256, 984
+CHECK_THREADS = 4
 LLAMA3_8B = Model(
     "LlamaForCausalLM",
     vocab_size=128256,
@@ -70,7 +73,9 @@ FLOOR = {1: 3.60, 8: 3.83, 32: 4.60, 64: 5.63, 128: 7.70, 256: 13.2}
 PEER = {1: 4.83, 8: 5.17, 32: 6.16, 64: 7.43, 128: 10.11, 256: 17.14}
 PREFILLS = {"1x8192": ((8192,), 169.0, 209.2), "4x2048": ((2048,) * 4, 158.0, 190.4)}
 """Name -> prompt lengths, floor, peer."""
+MOST_PREFILLS = max(len(lengths) for lengths, _, _ in PREFILLS.values())
 TINY_PEER = {"fast": 5.08, "slow": 7.97}
+"""Speed of the CPU -> peer."""
 Row = dict[str, Any]
 
 
@@ -148,19 +153,18 @@ def decoding(model: Model, weights: Any, batch: int, context: int, steps: int) -
     return engine
 
 
-def measure_decode(weights: Any, batch: int, row: Row) -> Row:
-    engine = decoding(LLAMA3_8B, weights, batch, CONTEXT, STEPS)
+def measure_decode(weights: Callable[[], Any], batch: int, row: Row) -> Row:
+    engine = decoding(LLAMA3_8B, weights(), batch, CONTEXT, STEPS)
     with CompileCounter() as counter:
         times = [seconds_of(engine.step) for _ in range(STEPS)]
     return row | report.milliseconds(times) | engine.described() | void(counter)
 
 
-def measure_prefill(weights: Any, lengths: tuple[int, ...], row: Row) -> Row:
-    most = max(len(lengths) for lengths, _, _ in PREFILLS.values())
-    blocks = PREFILL_TOKENS // BLOCK_SIZE + 2 * most + 1
-    config = RunnerConfig(most, PREFILL_TOKENS + 16, PREFILL_TOKENS, blocks, BLOCK_SIZE)
-    ladder = Ladder((most,), (PREFILL_TOKENS,), (most,), tiers=("greedy",))
-    engine = Engine(LLAMA3_8B, weights, config, ladder, prefilled=False)
+def measure_prefill(weights: Callable[[], Any], lengths: tuple[int, ...], row: Row) -> Row:
+    blocks = PREFILL_TOKENS // BLOCK_SIZE + 2 * MOST_PREFILLS + 1
+    config = RunnerConfig(MOST_PREFILLS, PREFILL_TOKENS + 16, PREFILL_TOKENS, blocks, BLOCK_SIZE)
+    ladder = Ladder((MOST_PREFILLS,), (PREFILL_TOKENS,), (MOST_PREFILLS,), tiers=("greedy",))
+    engine = Engine(LLAMA3_8B, weights(), config, ladder, prefilled=False)
 
     def step(seed: int) -> float:
         for prompt in step_check.random_prompts(LLAMA3_8B, lengths, seed):
@@ -174,7 +178,7 @@ def measure_prefill(weights: Any, lengths: tuple[int, ...], row: Row) -> Row:
     return row | report.milliseconds(times) | engine.described() | void(counter)
 
 
-def measure_loop(weights: Any, batch: int, row: Row) -> Row:
+def measure_loop(weights: Callable[[], Any], batch: int, row: Row) -> Row:
     prompts = step_check.random_prompts(LLAMA3_8B, (CONTEXT + 1,) * batch)
     total = LOOP_STEPS * (LOOP_CALLS + 1) + 1
     state, rows = step_check.computed_state(LLAMA3_8B, prompts, CONTEXT, room=total)
@@ -184,12 +188,12 @@ def measure_loop(weights: Any, batch: int, row: Row) -> Row:
     def loop(weights, state):
         return decode_loop(LLAMA3_8B, weights, state, rows, steps=LOOP_STEPS, bucket=bucket)
 
-    lowered = jax.jit(loop, donate_argnums=1).lower(weights, state)
+    lowered = jax.jit(loop, donate_argnums=1).lower(weights(), state)
     compiled = lowered.compile()
 
     def call() -> None:
         nonlocal state
-        state, tokens, counts = compiled(weights, state)
+        state, tokens, counts = compiled(weights(), state)
         jax.block_until_ready(tokens)
         assert (counts == LOOP_STEPS).all(), "a row stopped"
 
@@ -203,8 +207,8 @@ def measure_loop(weights: Any, batch: int, row: Row) -> Row:
     )
 
 
-def measure_tiny(row: Row, batch: int = 256) -> Row:
-    engine = decoding(TINY, random_weights(TINY), batch, TINY_CONTEXT, TURNS * TURN_STEPS)
+def measure_tiny(row: Row) -> Row:
+    engine = decoding(TINY, random_weights(TINY), TINY_BATCH, TINY_CONTEXT, TURNS * TURN_STEPS)
     turns = []
     with CompileCounter() as counter:
         for _ in range(TURNS):
@@ -222,39 +226,47 @@ def measure_tiny(row: Row, batch: int = 256) -> Row:
     return row | engine.described() | void(counter)
 
 
-def jobs(weights: Callable[[], Any]) -> list[tuple[Row, Callable[[Row], Row], Callable[[], Row]]]:
-    """(the row's head, its measurement, its check)."""
-    result = []
+Job = tuple[Row, Callable[[Row], Row], Callable[[], Row]]
+"""The head of a row, what measures it, what checks it."""
 
-    def job(name: str, measure, check, **more) -> None:
-        result.append(({"name": name, "value": None, "unit": "ms", **more}, measure, check))
 
+def jobs(weights: Callable[[], Any]) -> list[Job]:
+    def row(name: str, **more: Any) -> Row:
+        return {"name": name, "value": None, "unit": "ms", **more}
+
+    result: list[Job] = []
     for batch in FLOOR:
-        name = f"decode/llama3-8b/b{batch}/ctx1030/greedy"
-        check = functools.partial(check_decode, weights, batch)
-        measure = functools.partial(lambda b, row: measure_decode(weights(), b, row), batch)
-        job(name, measure, check, floor=FLOOR[batch], peer=PEER[batch])
+        head = row(f"decode/llama3-8b/b{batch}/ctx1030/greedy", floor=FLOOR[batch], peer=PEER[batch])
+        result.append((head, partial(measure_decode, weights, batch), partial(check_decode, weights, batch)))
     for name, (lengths, floor, peer) in PREFILLS.items():
-        measure = functools.partial(lambda n, row: measure_prefill(weights(), n, row), lengths)
-        most = max(len(lengths) for lengths, _, _ in PREFILLS.values())
-        check = functools.partial(lambda n, most=most: step_check.check_prefill(LLAMA3_8B, weights(), n, most), lengths)
-        job(f"prefill/llama3-8b/{name}", measure, check, floor=floor, peer=peer)
+        head = row(f"prefill/llama3-8b/{name}", floor=floor, peer=peer)
+        result.append((head, partial(measure_prefill, weights, lengths), partial(check_prefill, weights, lengths)))
     for batch in (1, 64):
-        measure = functools.partial(lambda b, row: measure_loop(weights(), b, row), batch)
-        job(
-            f"decode_loop/llama3-8b/b{batch}",
-            measure,
-            functools.partial(check_decode, weights, batch),
-            floor=FLOOR[batch],
-        )
-    check = lambda: step_check.check_decode(TINY, random_weights(TINY), 256, TINY_CONTEXT)  # noqa: E731
-    job("decode/tiny-peer/b256", measure_tiny, check)
-    return result
+        head = row(f"decode_loop/llama3-8b/b{batch}", floor=FLOOR[batch])
+        result.append((head, partial(measure_loop, weights, batch), partial(check_decode, weights, batch)))
+    return [*result, (row("decode/tiny-peer/b256"), measure_tiny, check_tiny)]
 
 
 @functools.cache
 def check_decode(weights: Callable[[], Any], batch: int) -> Row:
     return step_check.check_decode(LLAMA3_8B, weights(), batch, CONTEXT + 20)
+
+
+def check_prefill(weights: Callable[[], Any], lengths: tuple[int, ...]) -> Row:
+    return step_check.check_prefill(LLAMA3_8B, weights(), lengths, MOST_PREFILLS)
+
+
+def check_tiny() -> Row:
+    return step_check.check_decode(TINY, random_weights(TINY), TINY_BATCH, TINY_CONTEXT)
+
+
+def run_checks(done: list[tuple[Row, Callable[[], Row]]]) -> None:
+    """Each row's `check`, several at a time: they compile for most of theirs. After all timings, because a check needs
+    memory of its own, which would count as a row's peak."""
+    with concurrent.futures.ThreadPoolExecutor(CHECK_THREADS) as pool:
+        running = [pool.submit(report.guarded, {"pass": False}, check) for _, check in done]
+        for (row, _), future in zip(done, running, strict=True):
+            row["check"] = future.result()
 
 
 def main() -> None:
@@ -270,12 +282,10 @@ def main() -> None:
     done = []
     for head, measure, check in chosen:
         if result.left:
-            result.add(report.guarded(head, functools.partial(measure, dict(head))))
+            result.add(report.guarded(head, partial(measure, dict(head))))
             done.append((result.rows[-1], check))
             report.show(result.rows[-1:], leave_out=("turns",))
-    for row, check in done:  # after all timings: a check needs memory of its own, which would count as a row's peak
-        row["check"] = report.guarded({"pass": False}, check) if result.left else {"pass": None}
-        result.write()
+    run_checks(done)
     result.conditions["rows_left_out"] = len(chosen) - len(done)
     result.write()
     print()
