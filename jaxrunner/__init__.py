@@ -19,6 +19,7 @@ _HOMES = {
     "Model": "jaxrunner.models.model",
     "init_state": "jaxrunner.state.runner_state",
     "RunnerState": "jaxrunner.state.runner_state",
+    "set_kv_scales": "jaxrunner.state.kv_scales",
     "audit": "jaxrunner.state.audit",
     "admit": "jaxrunner.manual",
     "plan": "jaxrunner.manual",

@@ -30,11 +30,13 @@ def score(
     *,
     chunk: int = DEFAULT_CHUNK,
     max_model_len: int | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> list[np.ndarray]:
     """f32[L, vocab] for each sequence of L token ids: row i holds the logits of the token after position i.
 
     model, weights: from `load`. chunk: tokens in one step; it bounds what the device holds besides the KV cache of the
-    longest sequence. max_model_len: longest sequence allowed, the model's own limit by default.
+    longest sequence. max_model_len: longest sequence allowed, the model's own limit by default. kv_cache_dtype: see
+    `init_state`.
 
     All sequences run through the paged cache, one after the other, in one compiled bucket. Ids without a token (a
     padded vocabulary) have the logit -inf. Raises AdmissionError before anything runs if a sequence is empty, too long
@@ -53,7 +55,7 @@ def score(
         return []
     longest = max(len(ids) for ids in checked)
     size = min(chunk, -(-longest // BLOCK_SIZE) * BLOCK_SIZE)
-    state = _state_for(model, longest)
+    state = _state_for(model, longest, kv_cache_dtype)
     scores = []
     for ids in checked:
         state, logits = _score_one(model, weights, state, ids.tolist(), Bucket("mixed", size, 1, size))
@@ -61,11 +63,18 @@ def score(
     return scores
 
 
-def _state_for(model: Model, longest: int) -> RunnerState:
+def _state_for(model: Model, longest: int, kv_cache_dtype: str | None) -> RunnerState:
     """A state for one sequence. It has room for the token that the last chunk samples, which is never run."""
     roomy = model.replace(max_position_embeddings=model.max_position_embeddings + 1)
     blocks = -(-(longest + 1) // BLOCK_SIZE) + 1
-    return init_state(roomy, max_requests=1, max_model_len=longest + 1, num_blocks=blocks, block_size=BLOCK_SIZE)
+    return init_state(
+        roomy,
+        max_requests=1,
+        max_model_len=longest + 1,
+        num_blocks=blocks,
+        block_size=BLOCK_SIZE,
+        kv_cache_dtype=kv_cache_dtype,
+    )
 
 
 def _score_one(

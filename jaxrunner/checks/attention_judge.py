@@ -54,9 +54,10 @@ def metadata_of(spec: AttentionSpec, arrays: dict[str, Any]) -> AttentionMetadat
 def run(spec: AttentionSpec, arrays: dict[str, Any], attend: Callable[..., Any]) -> np.ndarray:
     """The result of `attend` inside a jit, as the model calls it, with the spec's options."""
     call = jax.jit(functools.partial(attend, **spec.options))
+    scales = {} if arrays["kv_scales"] is None else {"kv_scales": jnp.asarray(arrays["kv_scales"])}
     sinks = None if arrays["sinks"] is None else jnp.asarray(arrays["sinks"])
     args = (jnp.asarray(arrays["q"]), jnp.asarray(arrays["blocks"]), jnp.int32(spec.layer), metadata_of(spec, arrays))
-    return np.asarray(jax.block_until_ready(call(*args, sinks=sinks)))
+    return np.asarray(jax.block_until_ready(call(*args, sinks=sinks, **scales)))
 
 
 def compare(spec: AttentionSpec, arrays: dict[str, Any], result: np.ndarray) -> Verdict:

@@ -19,6 +19,7 @@ class AttentionSpec:
 
     query_len: of a uniform decode, else None. batch, num_tokens: sizes after padding, by default without any.
     adversarial: NaN in every key and value that no query sees, and garbage behind the padding of tables and queries.
+    kv_scales: of keys and values: the cache is float8_e4m3fn, and its other layers have other scales.
     interpret: small enough to be interpreted on a CPU.
     """
 
@@ -39,6 +40,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     sinks: bool = False
     dtype: str = "bfloat16"
+    kv_scales: tuple[float, float] | None = None
     adversarial: bool = True
     interpret: bool = False
 
@@ -54,7 +56,7 @@ class AttentionSpec:
         return self.num_tokens or sum(self.query_lens)
 
     def build(self, seed: int = 0) -> dict[str, Any]:
-        """q, blocks, block_table, seq_lens, query_start_loc and sinks (None without)."""
+        """q, blocks, block_table, seq_lens, query_start_loc, and sinks and kv_scales (None without)."""
         rng = np.random.default_rng(seed)
         dtype = np.dtype(getattr(ml_dtypes, self.dtype, None) or self.dtype)
         live, batch = len(self.query_lens), self.batch or len(self.query_lens)
@@ -85,19 +87,33 @@ class AttentionSpec:
         starts[: live + 1] = np.concatenate([[0], np.cumsum(self.query_lens)])
         if self.query_len is not None:
             starts = (np.arange(batch + 1) * self.query_len).astype(np.int32)
+        scales = None
+        if self.kv_scales is not None:
+            scales = np.array(self.kv_scales) * (np.arange(self.num_layers)[:, None] - self.layer + 1.0)
+            scales = np.where(scales > 0, scales, 3.0).astype(np.float32)
+            blocks /= scales[:, :, None, None, None, None]
+            blocks = np.clip(blocks, -448, 448).astype(ml_dtypes.float8_e4m3fn)
         return {
             "q": q.astype(dtype),
-            "blocks": blocks.astype(dtype),
+            "blocks": blocks if scales is not None else blocks.astype(dtype),
+            "kv_scales": scales,
             "block_table": table,
             "seq_lens": seq_lens,
             "query_start_loc": starts,
             "sinks": rng.standard_normal(self.num_heads).astype(np.float32) if self.sinks else None,
         }
 
+    def values(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
+        """What the cache stands for, float64 where it is scaled."""
+        scales = arrays["kv_scales"]
+        if scales is None:
+            return arrays["blocks"]
+        return arrays["blocks"].astype(np.float64) * scales.astype(np.float64)[:, :, None, None, None, None]
+
     def expected(self, arrays: dict[str, Any]) -> np.ndarray:
         return oracle(
             arrays["q"],
-            arrays["blocks"],
+            self.values(arrays),
             self.layer,
             arrays["block_table"],
             arrays["seq_lens"],
@@ -105,6 +121,9 @@ class AttentionSpec:
             sinks=arrays["sinks"],
             **self.options,
         )
+
+
+FP8: dict[str, Any] = {"kv_scales": (0.37, 2.5)}
 
 
 def decode(name: str, seq_lens: Ints, query_len: int = 1, **changes: Any) -> AttentionSpec:
@@ -153,6 +172,29 @@ SMALL: tuple[AttentionSpec, ...] = (
     ragged("ragged one chunk", ((200, 200),), num_heads=4, num_kv_heads=2, head_dim=64, batch=2, num_tokens=256),
 )
 """Every option and edge at sizes that a CPU checks in a moment."""
+
+
+FLOAT8: tuple[AttentionSpec, ...] = (
+    decode("fp8 decode", (70, 1, 16, 129), num_heads=4, num_kv_heads=1, interpret=True, **FP8),
+    decode("fp8 decode padded", (70, 300), batch=4, num_tokens=4, num_heads=8, num_kv_heads=2, head_dim=128, **FP8),
+    decode("fp8 decode drafts window", (70, 150), 3, num_heads=4, num_kv_heads=2, window=50, **FP8),
+    decode("fp8 decode cap and sinks", (90, 0), num_heads=2, num_kv_heads=1, soft_cap=5.0, sinks=True, **FP8),
+    decode("fp8 decode head 96", (40, 100), num_heads=2, num_kv_heads=1, head_dim=96, interpret=True, **FP8),
+    decode("fp8 decode head 80", (40, 100), num_heads=4, num_kv_heads=4, head_dim=80, **FP8),
+    decode("fp8 decode head 256", (40, 200), num_heads=8, num_kv_heads=4, head_dim=256, block_size=32, **FP8),
+    decode("fp8 decode float16", (40, 300), num_heads=8, num_kv_heads=2, head_dim=128, dtype="float16", **FP8),
+    decode("fp8 decode block 48", (40, 300), num_heads=32, num_kv_heads=2, head_dim=128, block_size=48, **FP8),
+    ragged("fp8 ragged", MIXED, num_heads=4, num_kv_heads=1, head_dim=64, **FP8),
+    ragged("fp8 ragged tiny", ((1, 20), (0, 0), (9, 30)), num_heads=4, num_kv_heads=1, interpret=True, **FP8),
+    ragged("fp8 ragged padded", MIXED, batch=12, num_tokens=96, num_heads=4, num_kv_heads=2, head_dim=128, **FP8),
+    ragged("fp8 ragged window", MIXED, window=25, num_heads=4, num_kv_heads=1, **FP8),
+    ragged("fp8 ragged cap and sinks", ((10, 40),), soft_cap=5.0, sinks=True, num_heads=3, num_kv_heads=1, **FP8),
+    ragged("fp8 ragged head 96", MIXED, num_heads=2, num_kv_heads=1, head_dim=96, block_size=32, **FP8),
+    ragged("fp8 ragged head 80", MIXED, num_heads=2, num_kv_heads=2, head_dim=80, **FP8),
+    ragged("fp8 ragged head 256", MIXED, num_heads=4, num_kv_heads=2, head_dim=256, block_size=64, **FP8),
+    ragged("fp8 ragged float16", MIXED, num_heads=28, num_kv_heads=4, head_dim=128, dtype="float16", **FP8),
+)
+"""The same over a float8 cache with scales."""
 
 
 def random_spec(seed: int) -> AttentionSpec:

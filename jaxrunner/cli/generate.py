@@ -38,6 +38,7 @@ def generate(
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")
     ] = "float32",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the dtype), float32, bfloat16, float16, or fp8.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest sequence, prompt included.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the model's end ids.")] = False,
     as_json: Annotated[
@@ -57,7 +58,8 @@ def generate(
         with console.status("loading the model"):
             announce_download(console, model)
             # One sequence at a time: a state of one row, and no bucket for more.
-            llm = LLM(model, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len)
+            options = {"max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype}
+            llm = LLM(model, dtype=dtype, max_num_seqs=1, **options)
             run = _Run(llm, params, _encode(llm, prompt or "", raw) if ids is None else ids)
         with console.status("compiling"):
             run.warm_up()

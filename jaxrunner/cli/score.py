@@ -20,6 +20,7 @@ def score(
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")
     ] = "float32",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the dtype), float32, bfloat16, float16, or fp8.")] = "auto",
     chunk: Annotated[int, typer.Option(min=1, help="Tokens in one step; bounds the memory on the device.")] = 128,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest sequence allowed.")] = None,
 ) -> None:
@@ -35,7 +36,8 @@ def score(
 
         announce_download(console, model)
         loaded, weights, _ = load(model, dtype=dtype)
-        logits = score_sequences(loaded, weights, sequences, chunk=chunk, max_model_len=max_model_len)
+        options: dict[str, Any] = {"max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype}
+        logits = score_sequences(loaded, weights, sequences, chunk=chunk, **options)
         with out.open("wb") as file:  # an open file, because savez appends .npz to a name without it
             arrays: dict[str, Any] = {f"logits_{i}": array for i, array in enumerate(logits)}
             np.savez(file, **arrays)

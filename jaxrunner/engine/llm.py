@@ -35,7 +35,7 @@ class LLM:
     model: a directory, a .gguf file, a hub id, or None for the embedded default model. dtype: of weights and
     activations. The other options size the runner, see `RunnerConfig`; what is left out is chosen for the model and
     the device (`jaxrunner.engine.sizes`): on a GPU the KV cache takes what is free (`jaxrunner.engine.memory`).
-    kv_bytes: memory of the KV cache in place of num_blocks.
+    kv_bytes: memory of the KV cache in place of num_blocks. kv_cache_dtype: "fp8" stores it in float8_e4m3fn.
     warm_up: compile the whole ladder now instead of each bucket at its first use. seed: requests without a seed of
     their own get one derived from it and their number. prefix_caching: reuse the KV of equal prefixes.
     async_scheduling: plan and launch each step before the tokens of the one before have arrived.

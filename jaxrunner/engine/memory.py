@@ -41,7 +41,7 @@ def blocks_that_fit(model: Model, weights: Any, config: RunnerConfig, ladder: La
     """
     provisional = dataclasses.replace(config, num_blocks=2)
     state = jax.eval_shape(lambda: empty_state(model, provisional))
-    kv_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.kv))
+    kv_bytes = sum(x.size * x.dtype.itemsize for x in state.kv.blocks)
     per_block = kv_bytes // 2
     rest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) - kv_bytes
     temporary = largest_temporary(ProgramSet(model, weights, state, ladder, implementation=config.implementation))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxrunner.errors import AdmissionError
 from jaxrunner.models.model import Model
 from jaxrunner.runner.config import RunnerConfig
+from jaxrunner.state.kv_dtype import kv_dtype
 
 DEFAULT_MAX_MODEL_LEN = 4096
 DEFAULT_MAX_NUM_SEQS = 8
@@ -37,7 +36,7 @@ def runner_config(
         raise AdmissionError("give num_blocks or kv_bytes, not both")
     if num_blocks is None:
         per_sequence = -(-max_model_len // block_size)
-        block_bytes = kv_block_bytes(model, block_size, options.get("kv_dtype"))
+        block_bytes = kv_block_bytes(model, block_size, options.get("kv_cache_dtype"))
         fitting = (kv_bytes or DEFAULT_KV_BYTES) // block_bytes
         if kv_bytes is None:
             fitting = max(fitting, per_sequence + 1)
@@ -54,7 +53,7 @@ def runner_config(
     )
 
 
-def kv_block_bytes(model: Model, block_size: int, kv_dtype: str | None = None) -> int:
+def kv_block_bytes(model: Model, block_size: int, kv_cache_dtype: str | None = None) -> int:
     """Bytes of one allocator block over all layers, keys and values."""
-    item = jnp.dtype(kv_dtype or model.dtype).itemsize
+    item = kv_dtype(kv_cache_dtype, model.dtype).itemsize
     return model.num_layers * 2 * block_size * model.num_kv_heads * model.head_dim * item

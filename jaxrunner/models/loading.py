@@ -42,6 +42,7 @@ def load(
     layout: see `Model`.
 
     `model.eos_token_ids` is the union of what configuration, generation configuration and tokenizer name;
+    `model.kv_scales` are those of an fp8 KV cache, where the files have any;
     `model.num_token_ids` is the number of ids of the tokenizer where the output has more rows than that.
     Raises `CheckpointError`, before weights are read wherever that is possible.
     """
@@ -62,7 +63,8 @@ def _load(path: Path, dtype: str, layout: Layout) -> tuple[Model, dict[str, Any]
         return model, gguf_loader.load_weights(model, file), tokenizer
     config, generation = read_json(path / "config.json"), read_generation_config(path)
     model, tokenizer = _described(config, generation, Tokenizer.from_directory(path), dtype, layout)
-    return model, safetensors_loader.load_weights(model, path), tokenizer
+    weights = safetensors_loader.load_weights(model, path)
+    return model.replace(kv_scales=safetensors_loader.load_kv_scales(model, path)), weights, tokenizer
 
 
 def _described(

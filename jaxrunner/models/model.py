@@ -47,6 +47,8 @@ class Model:
     layers: one `LayerSpec` per layer.
     qk_norm: RMS norm over each head of q and k before the rotation (Qwen3).
     vocab_size: rows of the output projection. Ids from `num_token_ids` on have no token and are never sampled.
+    kv_scales: (keys, values) of each layer, the scales that the checkpoint has for an fp8 cache; empty without any. An
+        empty state begins with them; the step reads the state's.
     eos_token_ids: ids that end a generation: the union of what the configuration, the generation configuration and
         the tokenizer name, ascending. Set by `jaxrunner.models.loading.load`.
     """
@@ -69,6 +71,7 @@ class Model:
     qk_norm: bool = False
     num_token_ids: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    kv_scales: tuple[tuple[float, float], ...] = ()
     dtype: str = "float32"
     layout: Layout = "layers"
 

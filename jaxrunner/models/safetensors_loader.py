@@ -11,6 +11,7 @@ import jax
 
 from jaxrunner.errors import CheckpointError
 from jaxrunner.models.fp8_weights import is_extra, read_weight, scale_of
+from jaxrunner.models.kv_scale_tensors import is_kv_scale, read_kv_scales
 from jaxrunner.models.model import Model
 from jaxrunner.models.safetensors_file import SafetensorsFile
 from jaxrunner.models.weights import build_weights, weight_table
@@ -30,6 +31,11 @@ def load_weights(model: Model, directory: str | Path) -> dict[str, Any]:
     files = find_tensors(Path(directory))
     _check_against_model(model, files, Path(directory))
     return build_weights(model, lambda name: read_weight(name, files))
+
+
+def load_kv_scales(model: Model, directory: str | Path) -> tuple[tuple[float, float], ...]:
+    """`Model.kv_scales` of a directory, see `read_kv_scales`."""
+    return read_kv_scales(find_tensors(Path(directory)), model.num_layers)
 
 
 def find_tensors(directory: Path) -> dict[str, SafetensorsFile]:
@@ -82,7 +88,8 @@ def _check_against_model(model: Model, files: Mapping[str, SafetensorsFile], dir
         )
     tied_head = {"lm_head.weight"} if model.tie_word_embeddings else set()
     for name in files:
-        harmless = name in tied_head or name.endswith(HARMLESS_EXTRAS) or is_extra(name, files)
+        harmless = name in tied_head or name.endswith(HARMLESS_EXTRAS) or is_kv_scale(name)
+        harmless = harmless or is_extra(name, files)
         if name not in wanted and not harmless:
             raise CheckpointError(
                 f"{files[name].path} holds tensor {name!r}, for which {model.architecture} has no place. "

@@ -33,18 +33,20 @@ def forward(
     metadata: tuple[AttentionMetadata, ...],
     group_of_layer: dict[int, tuple[int, int]],
     *,
+    kv_scales: tuple[jax.Array, ...] = (),
     max_model_len: int | None = None,
     implementation: Implementation = None,
 ) -> tuple[tuple[jax.Array, ...], Float[Array, "T H"]]:
     """(cache with this step's keys and values, hidden states [T, hidden] after the final norm).
 
     blocks: the cache of each KV-cache group. metadata: one per group. group_of_layer: model layer -> (group, index in
-    the group). max_model_len: positions the run may use, see `rotary_table`.
+    the group). kv_scales: of a float8 cache, one array per group, see `KVCache`. max_model_len: positions the run may
+    use, see `rotary_table`.
     """
     x = weights["embed_tokens"][input_ids]
     rope = rotary_table(model, positions, max_model_len)
     run = functools.partial(_layer, model=model, implementation=_frozen(implementation))
-    caches = list(blocks)
+    caches, scales = list(blocks), kv_scales or (None,) * len(blocks)
     stacked = model.layout == "stacked"
     if stacked and (len(caches) != 1 or len(set(model.layers)) != 1):
         raise ValueError("stacked weights need layers that are all alike; load this model with layout='layers'")
@@ -52,13 +54,13 @@ def forward(
         layers = _cut(weights["layers"], model.num_layers) if stacked else weights["layers"]
         for index, (spec, layer_weights) in enumerate(zip(model.layers, layers, strict=True)):
             group, inner = group_of_layer[index]
-            args = (layer_weights, x, caches[group], jnp.int32(inner), rope, metadata[group])
+            args = (layer_weights, x, caches[group], jnp.int32(inner), rope, metadata[group], scales[group])
             x, caches[group] = run(*args, spec=spec)
     else:
 
         def body(carry, layer):
             layer_weights, inner = layer
-            return run(layer_weights, *carry, inner, rope, metadata[0], spec=model.layers[0]), None
+            return run(layer_weights, *carry, inner, rope, metadata[0], scales[0], spec=model.layers[0]), None
 
         xs = (weights["layers"], jnp.arange(model.num_layers, dtype=jnp.int32))
         (x, caches[0]), _ = lax.scan(body, (x, caches[0]), xs)
@@ -88,6 +90,7 @@ def _layer(
     layer: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     metadata: AttentionMetadata,
+    kv_scales: jax.Array | None,
     *,
     model: Model,
     spec: LayerSpec,
@@ -107,10 +110,19 @@ def _layer(
         rope if spec.rope else None,
         **norms,
         eps=model.rms_norm_eps,
+        kv_scales=kv_scales,
         implementation=implementation,
     )
-    scale = model.head_dim**-0.5
-    attended = attention(q, cache, layer, metadata, scale=scale, window=spec.window, implementation=implementation)
+    attended = attention(
+        q,
+        cache,
+        layer,
+        metadata,
+        scale=model.head_dim**-0.5,
+        window=spec.window,
+        kv_scales=kv_scales,
+        implementation=implementation,
+    )
     x = x + linear(attended.reshape(tokens, -1).astype(x.dtype), w["o"], w.get("o_bias"))
 
     h = rms_norm(x, w["post_norm"], model.rms_norm_eps)

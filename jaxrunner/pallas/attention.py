@@ -8,14 +8,18 @@ result does not depend on the width of the table. They are the specification of 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.pallas.implementation import Implementation, resolve
+from jaxrunner.pallas.kv_write import scales_for
 from jaxrunner.state.kv_cache import KEY, VALUE
+from jaxrunner.state.kv_dtype import FLOAT8
 
 CHUNK_TOKENS = 128
 QUERY_TILE = 64
@@ -32,6 +36,7 @@ def attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
+    kv_scales: Float32[Array, "L 2"] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "T H D"]:
     """Causal attention of each query over its request's keys up to its own position.
@@ -39,7 +44,8 @@ def attention(
     q: queries in flat token order, H a multiple of KVH. blocks, layer: as in `kv_write`; the step's own keys are
     already there. metadata: of the layer's KV-cache group. scale: multiplies the scores. window: number of most
     recent keys seen, the query's own included; None for all. soft_cap: scores become soft_cap * tanh(score / soft_cap)
-    (Gemma 2). sinks: a logit a head that takes part in the softmax and has no value (gpt-oss).
+    (Gemma 2). sinks: a logit a head that takes part in the softmax and has no value (gpt-oss). kv_scales: factors of
+    the keys and of the values in a float8 cache, ones by default. The result has the type of q.
 
     Rows without keys give zeros. Whatever lies in dead blocks, past the end of a request or behind padded rows of the
     tables (NaN included) does not enter the result.
@@ -48,7 +54,11 @@ def attention(
     """
     from jaxrunner.pallas import attention_mosaic
 
-    run = attention_xla
+    kv_scales = scales_for(blocks, kv_scales)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    if kv_scales is not None:
+        options["kv_scales"] = kv_scales
+    run: Callable[..., Any] = attention_xla
     chosen = resolve("attention", implementation, attention_mosaic.reason_against(q, blocks, scale, soft_cap))
     if chosen == "reference":
         from jaxrunner.pallas.attention_reference import attention_reference as run
@@ -57,13 +67,17 @@ def attention(
             from jaxrunner.pallas.attention_decode_mosaic import decode_attention as run
         else:
             from jaxrunner.pallas.attention_prefill_mosaic import ragged_attention as run
-    return run(q, blocks, layer, metadata, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    return run(q, blocks, layer, metadata, **options)
 
 
-def attention_xla(q, blocks, layer, metadata, *, scale, window=None, soft_cap=None, sinks=None):
+def attention_xla(q, blocks, layer, metadata, *, scale, window=None, soft_cap=None, sinks=None, kv_scales=None):
     """See `attention`; this is its specification."""
     run = _decode_xla if metadata.query_len is not None else _ragged_xla
-    return run(q, blocks, layer, metadata, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    value_scale = 1.0
+    if kv_scales is not None:
+        scale, value_scale = scale * kv_scales[layer, KEY], kv_scales[layer, VALUE]
+    result = run(q, blocks, layer, metadata, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    return (result * value_scale).astype(q.dtype)
 
 
 def _chunk_blocks(width: int, block_size: int) -> int:
@@ -76,6 +90,9 @@ def _chunk_blocks(width: int, block_size: int) -> int:
 
 def _load(blocks, layer, which, ids):
     """Keys or values of some blocks: ids [..., c] -> [..., c * block_size, KVH, D] in float32."""
+    if blocks.dtype == FLOAT8:
+        # XLA gathers float8 in a wider type. Tied to this turn's ids, the cache is not widened before the loop.
+        blocks, ids = lax.optimization_barrier((blocks, ids))
     data = blocks[layer, which, ids].astype(jnp.float32)
     return data.reshape(*ids.shape[:-1], -1, *data.shape[-2:])
 
@@ -151,7 +168,7 @@ def _decode_xla(q, blocks, layer, metadata, *, scale, window, soft_cap, sinks):
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, group), query_len, axis=1)
     out = _finish(carry, sinks)
     out = out.reshape(batch, num_kv_heads, group, query_len, head_dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(-1, num_heads, head_dim).astype(blocks.dtype)
+    return out.reshape(-1, num_heads, head_dim)
 
 
 def _ragged_xla(q, blocks, layer, metadata, *, scale, window, soft_cap, sinks):
@@ -205,4 +222,4 @@ def _ragged_xla(q, blocks, layer, metadata, *, scale, window, soft_cap, sinks):
         return lax.dynamic_update_slice_in_dim(out, result.reshape(tile, num_heads, head_dim), start, axis=0)
 
     out = jnp.zeros((num_tokens + tile, num_heads, head_dim), jnp.float32)
-    return lax.fori_loop(jnp.int32(0), tile_ends[-1], run_tile, out)[:num_tokens].astype(blocks.dtype)
+    return lax.fori_loop(jnp.int32(0), tile_ends[-1], run_tile, out)[:num_tokens]

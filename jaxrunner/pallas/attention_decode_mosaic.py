@@ -71,6 +71,7 @@ def decode_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
     num_splits: int | None = None,
     tile_kv: int | None = None,
     stages: int = STAGES,

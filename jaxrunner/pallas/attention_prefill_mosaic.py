@@ -63,6 +63,7 @@ def ragged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
     tile_kv: int | None = None,
     stages: int = STAGES,
     ping_pong: bool = True,

@@ -9,7 +9,7 @@ gradients and for short contexts: take a bucket with few requests.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.state.kv_cache import KEY, VALUE
@@ -25,8 +25,10 @@ def attention_reference(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
+    kv_scales: Float32[Array, "L 2"] | None = None,
 ) -> Float[Array, "T H D"]:
-    """As `jaxrunner.pallas.attention.attention`. Gradients flow to q and, through the cache, to the keys and values.
+    """As `jaxrunner.pallas.attention.attention`. Gradients flow to q and, through the cache unless it
+    is float8, to the keys and values.
 
     Holds f32[B, H, Q, W * P] scores: B requests, Q = T queries of each (query_len in a decode), W * P slots of a table.
     """
@@ -59,6 +61,8 @@ def attention_reference(
         )
         for which in (KEY, VALUE)
     )
+    if kv_scales is not None:
+        keys, values = keys * kv_scales[layer, KEY], values * kv_scales[layer, VALUE]
     mask = seen[:, None, None]
     scores = jnp.einsum("bqkgd,bskd->bkgqs", queries, keys, precision="highest")
     if soft_cap is not None:
@@ -75,4 +79,4 @@ def attention_reference(
     request = jnp.minimum(jnp.searchsorted(ends, jnp.arange(num_tokens), side="right"), num_requests - 1)
     flat = out[request, jnp.clip(jnp.arange(num_tokens) - starts[request], 0, width - 1)]
     live = jnp.arange(num_tokens) < starts[-1]
-    return jnp.where(live[:, None, None], flat.reshape(num_tokens, num_heads, head_dim), 0.0).astype(blocks.dtype)
+    return jnp.where(live[:, None, None], flat.reshape(num_tokens, num_heads, head_dim), 0.0).astype(q.dtype)

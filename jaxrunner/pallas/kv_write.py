@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from collections.abc import Callable
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxrunner.errors import NotBuiltError
 from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.state.kv_cache import KEY, VALUE
+from jaxrunner.state.kv_dtype import FLOAT8, FLOAT8_MAX
+from jaxrunner.state.kv_scatter import write_rows
 
 
 def kv_write(
@@ -16,27 +23,56 @@ def kv_write(
     v: Float[Array, "T KVH D"],
     slot_mapping: Int32[Array, "T"],
     *,
+    kv_scales: Float32[Array, "L 2"] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "L 2 N P KVH D"]:
     """The cache with row t of k and v written at slot_mapping[t] of `layer`; negative slots write nothing.
 
     blocks: one KV-cache group, see `KVCache`. layer: index inside the group. The slot is split into (block, offset):
-    a flat index over the cache would overflow 32 bits.
+    a flat index over the cache would overflow 32 bits. kv_scales: of a float8 cache (ones by default), see `quantised`.
 
     Raises ImplementationError where a named implementation cannot run or take this case.
     """
     from jaxrunner.pallas import kv_write_mosaic as mosaic
 
+    kv_scales = scales_for(blocks, kv_scales)
+    run: Callable[..., Any] = kv_write_xla
     if resolve("kv_write", implementation, mosaic.reason_against(blocks)) == "mosaic":
-        return mosaic.kv_write_mosaic(blocks, layer, k, v, slot_mapping)
-    return kv_write_xla(blocks, layer, k, v, slot_mapping)
+        run = mosaic.kv_write_mosaic
+    return run(blocks, layer, k, v, slot_mapping, kv_scales=kv_scales)
 
 
-def kv_write_xla(blocks, layer, k, v, slot_mapping):
+def kv_write_xla(blocks, layer, k, v, slot_mapping, *, kv_scales=None):
     """See `kv_write`; this is its specification."""
     num_blocks, block_size = blocks.shape[2:4]
     # Padding goes past the last block: mode="drop" drops that, but would wrap a negative index.
     block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
     offset = slot_mapping % block_size
-    blocks = blocks.at[layer, KEY, block, offset].set(k.astype(blocks.dtype), mode="drop")
-    return blocks.at[layer, VALUE, block, offset].set(v.astype(blocks.dtype), mode="drop")
+    for which, rows in ((KEY, k), (VALUE, v)):
+        rows = rows.astype(blocks.dtype) if kv_scales is None else quantised(rows, kv_scales[layer, which])
+        blocks = write_rows(blocks, layer, which, block, offset, rows)
+    return blocks
+
+
+@jax.custom_jvp
+def quantised(rows: jax.Array, scale: jax.Array) -> jax.Array:
+    """What a float8 cache stores for `rows`: rows * (1 / scale) in float32, kept within +-448, then rounded."""
+    scaled = rows.astype(jnp.float32) * (1.0 / scale)
+    return jnp.clip(scaled, -FLOAT8_MAX, FLOAT8_MAX).astype(FLOAT8)
+
+
+@quantised.defjvp
+def _refuse_gradient(primals, tangents):
+    raise NotBuiltError("no gradient passes a float8 cache; use kv_cache_dtype='float32' to differentiate")
+
+
+def scales_for(blocks: Any, kv_scales: Any) -> Any:
+    """The scales that an op works with: ones where a float8 cache has none, None for any other cache.
+
+    Raises ValueError for scales of a cache that is not float8, which would be ignored.
+    """
+    if blocks.dtype != FLOAT8:
+        if kv_scales is not None:
+            raise ValueError(f"kv_scales are for a float8_e4m3fn cache, not for one of {blocks.dtype}")
+        return None
+    return jnp.ones((blocks.shape[0], 2), jnp.float32) if kv_scales is None else kv_scales

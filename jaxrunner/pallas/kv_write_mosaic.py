@@ -18,6 +18,8 @@ TOKENS_PER_CTA = 1
 def reason_against(blocks: Any) -> str | None:
     """Why the kernel cannot take this cache on any machine, or None."""
     num_kv_heads, head_dim = blocks.shape[4:]
+    if blocks.dtype == jnp.float8_e4m3fn:
+        return "not yet"
     if num_kv_heads * head_dim < compat.LANES or head_dim % 16:
         return (
             f"it needs rows of {compat.LANES} elements or more and a head size that is a multiple of 16, "
@@ -33,6 +35,7 @@ def kv_write_mosaic(
     v: jax.Array,
     slot_mapping: jax.Array,
     *,
+    kv_scales: jax.Array | None = None,
     tokens_per_cta: int = TOKENS_PER_CTA,
 ) -> jax.Array:
     """See `kv_write` for the arguments and the result.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxrunner.models.layers import apply_rope, rms_norm
 from jaxrunner.pallas.implementation import Implementation, resolve
-from jaxrunner.pallas.kv_write import kv_write_xla
+from jaxrunner.pallas.kv_write import kv_write_xla, scales_for
 
 
 def rope_kv_write(
@@ -20,6 +23,7 @@ def rope_kv_write(
     q_norm: Float[Array, "D"] | None = None,
     k_norm: Float[Array, "D"] | None = None,
     eps: float = 1e-6,
+    kv_scales: Float32[Array, "L 2"] | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "L 2 B P KVH D"]]:
     """(queries ready for attention, the cache with the step's keys and values written).
@@ -28,6 +32,7 @@ def rope_kv_write(
     whole: three slices would be three copies. blocks, layer, slot_mapping: as in `kv_write`; the cache is written in
     place when donated. rope: (cos, sin) of each token, see `rotary_table`; None for a layer without rotation.
     q_norm, k_norm: weights of the RMS norm over each head before the rotation, both or none; eps: of that norm.
+    kv_scales: as in `kv_write`; queries are not scaled.
 
     Raises ImplementationError where a named implementation cannot run or take this case.
     """
@@ -35,13 +40,14 @@ def rope_kv_write(
         raise ValueError("q_norm and k_norm go together: give both or neither")
     from jaxrunner.pallas import rope_kv_write_mosaic as mosaic
 
-    run = rope_kv_write_xla
+    kv_scales = scales_for(blocks, kv_scales)
+    run: Callable[..., Any] = rope_kv_write_xla
     if resolve("rope_kv_write", implementation, mosaic.reason_against(qkv, blocks)) == "mosaic":
         run = mosaic.rope_kv_write_mosaic
-    return run(qkv, blocks, layer, slot_mapping, rope, q_norm=q_norm, k_norm=k_norm, eps=eps)
+    return run(qkv, blocks, layer, slot_mapping, rope, q_norm=q_norm, k_norm=k_norm, eps=eps, kv_scales=kv_scales)
 
 
-def rope_kv_write_xla(qkv, blocks, layer, slot_mapping, rope, *, q_norm=None, k_norm=None, eps=1e-6):
+def rope_kv_write_xla(qkv, blocks, layer, slot_mapping, rope, *, q_norm=None, k_norm=None, eps=1e-6, kv_scales=None):
     """See `rope_kv_write`; this composition is its specification."""
     num_kv_heads = blocks.shape[4]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
@@ -50,4 +56,4 @@ def rope_kv_write_xla(qkv, blocks, layer, slot_mapping, rope, *, q_norm=None, k_
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     if rope is not None:
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-    return q, kv_write_xla(blocks, layer, k, v, slot_mapping)
+    return q, kv_write_xla(blocks, layer, k, v, slot_mapping, kv_scales=kv_scales)

@@ -42,6 +42,7 @@ def rope_kv_write_mosaic(
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
     eps: float = 1e-6,
+    kv_scales: jax.Array | None = None,
     whole_tokens: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `rope_kv_write` for the arguments and the result.

@@ -8,6 +8,7 @@ from jaxrunner.compile.table import POLICIES, Policy
 from jaxrunner.errors import AdmissionError
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation
+from jaxrunner.state.kv_dtype import kv_dtype
 from jaxrunner.state.runner_state import MAX_STOP_IDS, RunnerState, init_state
 
 
@@ -16,7 +17,8 @@ class RunnerConfig:
     """max_num_seqs: requests in the state at a time. max_model_len: most tokens of a request.
     max_num_batched_tokens: most tokens in a step. num_blocks: allocator blocks of each KV-cache group, the null block
     included. block_size: tokens in an allocator block; kernel_block_size: tokens in a kernel block (divides it; the
-    same by default). async_scheduling: `sample_tokens` returns an output that is still on its way.
+    same by default). kv_cache_dtype, kv_scales: see `init_state`.
+    async_scheduling: `sample_tokens` returns an output that is still on its way.
     max_stop_ids: end ids of a request that asks for min_tokens, the model's and its own.
     bucket_policy: see `BucketTable`. implementation: see `jaxrunner.pallas.implementation`.
     check_invariants: audit the plan of every step (slow; for tests).
@@ -28,7 +30,8 @@ class RunnerConfig:
     num_blocks: int
     block_size: int = 16
     kernel_block_size: int | None = None
-    kv_dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    kv_scales: tuple[tuple[float, float], ...] | None = None
     async_scheduling: bool = False
     max_stop_ids: int = MAX_STOP_IDS
     bucket_policy: Policy = "compile"
@@ -47,6 +50,7 @@ class RunnerConfig:
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
                 "a step could not decode every request; raise the first or lower the second"
             )
+        kv_dtype(self.kv_cache_dtype, "float32")
         if self.bucket_policy not in POLICIES:
             raise AdmissionError(f"unknown bucket_policy {self.bucket_policy!r}; use one of {POLICIES}")
 
@@ -68,6 +72,7 @@ def empty_state(model: Model, config: RunnerConfig) -> RunnerState:
         num_blocks=config.num_blocks * config.blocks_per_kv_block,
         block_size=config.kernel_block,
         blocks_per_kv_block=config.blocks_per_kv_block,
-        kv_dtype=config.kv_dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        kv_scales=config.kv_scales,
         max_stop_ids=config.max_stop_ids,
     )

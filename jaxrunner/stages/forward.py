@@ -37,6 +37,7 @@ def forward(
         batch.positions,
         metadata,
         state.tables.group_of_layer,
+        kv_scales=state.kv.scales,
         max_model_len=state.max_model_len,
         implementation=implementation,
     )

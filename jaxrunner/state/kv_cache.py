@@ -14,10 +14,13 @@ KEY, VALUE = 0, 1
 
 
 class KVCache(struct.PyTreeNode):
-    """blocks: per group [layers of the group, 2, num_blocks, block_size, num_kv_heads, head_dim]."""
+    """blocks: per group [layers of the group, 2, num_blocks, block_size, num_kv_heads, head_dim].
+    scales: of a float8 cache f32[layers of the group, 2] per group, see `kv_scales`; empty for any other type.
+    """
 
     blocks: tuple[jax.Array, ...]
+    scales: tuple[jax.Array, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return sum(b.size * b.dtype.itemsize for b in self.blocks)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))

@@ -13,6 +13,8 @@ from jaxrunner.models.model import Model
 from jaxrunner.state.block_tables import BlockTables, KVGroup, table_width
 from jaxrunner.state.fields import REQUEST_FIELDS, SAMPLING_FIELDS
 from jaxrunner.state.kv_cache import KVCache
+from jaxrunner.state.kv_dtype import kv_dtype
+from jaxrunner.state.kv_scales import Scales, initial_scales
 from jaxrunner.state.requests import RequestState
 from jaxrunner.state.sampling import SamplingState
 
@@ -56,7 +58,8 @@ def init_state(
     num_blocks: int | tuple[int, ...],
     block_size: int = 16,
     blocks_per_kv_block: int = 1,
-    kv_dtype: str | None = None,
+    kv_cache_dtype: str | None = None,
+    kv_scales: Scales | None = None,
     num_draft_tokens: int = 0,
     max_stop_ids: int = MAX_STOP_IDS,
     groups: tuple[KVGroup, ...] | None = None,
@@ -67,7 +70,9 @@ def init_state(
     max_model_len: most tokens of a request, prompt and outputs together.
     num_blocks: kernel blocks of each group's cache, the null block included; one number for all groups or one each.
     block_size: tokens in a kernel block. blocks_per_kv_block: kernel blocks in a block of the allocator.
-    kv_dtype: dtype of the cache, the model's by default.
+    kv_cache_dtype: dtype of the cache: "auto" (the model's, as None), "float32", "bfloat16", "float16", or "fp8"
+    ("fp8_e4m3", "float8_e4m3fn"), which halves the memory of bfloat16.
+    kv_scales: of an fp8 cache, [layers, 2], see `jaxrunner.state.kv_scales`; by default the checkpoint's, or else 1.
     num_draft_tokens: K, width of the draft table.
     max_stop_ids: ids that can end a request which asks for min_tokens: the model's and its own.
     groups: how layers share block tables; by default one group for each distinct sliding window.
@@ -88,7 +93,7 @@ def init_state(
         _check_blocks(count, group)
 
     rows = max_requests + 1
-    dtype = jnp.dtype(kv_dtype or model.dtype)
+    dtype = kv_dtype(kv_cache_dtype, model.dtype)
     widths = [table_width(max_model_len, g.block_size, num_draft_tokens + 1) for g in groups]
     return RunnerState(
         requests=RequestState(
@@ -109,7 +114,8 @@ def init_state(
             blocks=tuple(
                 jnp.zeros((len(g.layers), 2, n, g.block_size, model.num_kv_heads, model.head_dim), dtype)
                 for n, g in zip(counts, groups, strict=True)
-            )
+            ),
+            scales=initial_scales(dtype, kv_scales, model.kv_scales, model.num_layers, groups),
         ),
     )
 

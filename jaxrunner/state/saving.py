@@ -24,6 +24,7 @@ from jaxrunner.models.safetensors_file import DTYPES, SafetensorsFile
 from jaxrunner.state.alive import check_alive
 from jaxrunner.state.block_tables import KVGroup
 from jaxrunner.state.fields import RECORD_FIELDS
+from jaxrunner.state.kv_dtype import NAMES as CACHE_DTYPES
 from jaxrunner.state.runner_state import RunnerState, host_view, init_state
 
 FORMAT, FORMAT_VERSION = "jaxrunner.state", "1"
@@ -167,7 +168,7 @@ def _template(path: Path, file: SafetensorsFile, metadata: Mapping[str, str], mo
             max_model_len=max_model_len,
             num_blocks=tuple(file.tensors[name].shape[2] for name in caches),
             num_draft_tokens=drafts.shape[1] if drafts else 0,
-            kv_dtype=file.dtype(caches[0]).name,
+            kv_cache_dtype=_cache_dtype(path, file, caches[0]),
             groups=groups,
         )
     )
@@ -182,6 +183,13 @@ def _template(path: Path, file: SafetensorsFile, metadata: Mapping[str, str], mo
         made.sampling,
     )
     return made.replace(sampling=sampling, extras=extras)
+
+
+def _cache_dtype(path: Path, file: SafetensorsFile, cache: str) -> str:
+    name = file.dtype(cache).name
+    if name not in CACHE_DTYPES:
+        raise CheckpointError(f"{path}: {cache} is {name}, and no KV cache is stored so")
+    return name
 
 
 def _shape_in(file: SafetensorsFile, name: str, default: tuple[int, ...]) -> tuple[int, ...]:

@@ -84,6 +84,7 @@ def to_host(state: RunnerState) -> SimpleNamespace:
         block_table=[np.array(t) for t in state.tables.block_table],
         num_blocks=np.array(state.tables.num_blocks),
         kv=[np.array(b) for b in state.kv.blocks],
+        kv_scales=[np.array(s) for s in state.kv.scales],
         **{name: counters[:, column].copy() for name, column in REQUEST_COLUMN.items()},
     )
 
@@ -98,7 +99,7 @@ def to_state(host: SimpleNamespace) -> RunnerState:
             params=put(host.params)
         ),
         tables=state.tables.replace(block_table=tuple(map(put, host.block_table)), num_blocks=put(host.num_blocks)),
-        kv=state.kv.replace(blocks=tuple(map(put, host.kv))),
+        kv=state.kv.replace(blocks=tuple(map(put, host.kv)), scales=tuple(map(put, host.kv_scales))),
     )
 
 

@@ -23,11 +23,11 @@ from tests.stages import harness
 
 
 @functools.cache
-def scrambled(kv_dtype="float32"):
+def scrambled(kv_cache_dtype="float32"):
     """(model, a state with random bits in every leaf): two groups, drafts, extras, NaNs of all kinds."""
     model, _ = harness.tiny("llama", (8, None, 8))
     state = init_state(
-        model, max_requests=3, max_model_len=32, num_blocks=(5, 7), kv_dtype=kv_dtype, num_draft_tokens=2
+        model, max_requests=3, max_model_len=32, num_blocks=(5, 7), kv_cache_dtype=kv_cache_dtype, num_draft_tokens=2
     )
     state = state.replace(
         extras={"scalar": jnp.int8(0), "none": jnp.zeros((4, 0)), "x": jnp.zeros((4, 3), jnp.float16)}
@@ -45,9 +45,9 @@ def bits(state):
     return [(leaf.dtype, leaf.shape, host_view(leaf).tobytes()) for leaf in jax.tree.leaves(state)]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-def test_a_state_comes_back_bit_for_bit(tmp_path, kv_dtype):
-    model, state = scrambled(kv_dtype)
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_a_state_comes_back_bit_for_bit(tmp_path, kv_cache_dtype):
+    model, state = scrambled(kv_cache_dtype)
     path = tmp_path / "state.safetensors"
     checksums = save_state(path, state)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
