@@ -42,6 +42,8 @@ CTAS_OF_GPU = 264
 """Two on each of 132 SMs."""
 MAX_SPLITS = 32
 MIN_TILES_OF_SPLIT = 2
+COMBINING = 1.05
+"""What writing and combining partial results costs, as a factor."""
 
 
 def default_splits(batch: int, row_tiles: int) -> int:
@@ -51,6 +53,21 @@ def default_splits(batch: int, row_tiles: int) -> int:
         return 1
     wanted = CTAS_OF_GPU if ctas < CTAS_OF_GPU // 2 else 4 * CTAS_OF_GPU
     return max(1, min(MAX_SPLITS, wanted // ctas))
+
+
+def tiles_of_share(tiles: jax.Array, ctas: int, splits: int, min_tiles: int) -> jax.Array:
+    """i32[1], most tiles of one share. tiles: i32[B], key tiles of each request. ctas: row tiles of a request.
+
+    CTAs run in rounds of CTAS_OF_GPU and take as long as their tiles, so the best number of shares is seldom the
+    largest: of 1..splits shares of the longest request, the one whose rounds end first.
+    """
+    shares = jnp.arange(1, splits + 1, dtype=jnp.int32)
+    each = jnp.maximum(-(-tiles.max() // shares), min_tiles)
+    number = jnp.maximum(ctas * (-(-tiles // each[:, None])).sum(axis=1), 1)
+    mean = ctas * tiles.sum() / number
+    rounds = -(-number // CTAS_OF_GPU)
+    cost = jnp.maximum(each, rounds * mean) * jnp.where(shares > 1, COMBINING, 1.0)
+    return each[jnp.argmin(cost)].reshape(1)
 
 
 class _Share(NamedTuple):
@@ -104,25 +121,31 @@ def decode_attention(
             jax.ShapeDtypeStruct((*partial_shape[:4], TILE_ROWS), jnp.float32),
         ]
 
-    def share_of(seq_len, split) -> _Share:
+    def tile_range(seq_len):
         last = lax.div(seq_len + (tile_kv - 1), jnp.int32(tile_kv))
-        first = jnp.int32(0)
-        if window is not None:
-            first = lax.div(jnp.maximum(seq_len - query_len - window + 1, 0), jnp.int32(tile_kv))
+        if window is None:
+            return jnp.zeros_like(last), last
+        return lax.div(jnp.maximum(seq_len - query_len - window + 1, 0), jnp.int32(tile_kv)), last
+
+    first, last = tile_range(metadata.seq_lens)
+    largest = tiles_of_share(last - first, head_tiles * token_tiles, splits, min_tiles)
+
+    def share_of(seq_len, largest, split) -> _Share:
+        first, last = tile_range(seq_len)
         tiles = last - first
-        shares = jnp.clip(lax.div(tiles, jnp.int32(min_tiles)), 1, splits)
+        shares = jnp.clip(lax.div(tiles + (largest - 1), largest), 1, splits)
         each = lax.div(tiles + (shares - 1), shares)
         start = split * each
         return _Share(shares, first + start, jnp.maximum(jnp.minimum(tiles - start, each), 0))
 
-    def attention_decode(q_ref, kv_ref, layer_ref, table, seq_lens, sinks_ref, *refs):
+    def attention_decode(q_ref, kv_ref, layer_ref, table, seq_lens, largest_ref, sinks_ref, *refs):
         out_ref, *partial_refs = refs[: len(out_type)]
         scratch = refs[len(out_type) :]
         index = lax.axis_index("cta")
         head, index = lax.rem(index, jnp.int32(head_tiles)), lax.div(index, jnp.int32(head_tiles))
         token_tile, index = lax.rem(index, jnp.int32(token_tiles)), lax.div(index, jnp.int32(token_tiles))
         split, b = lax.rem(index, jnp.int32(splits)), lax.div(index, jnp.int32(splits))
-        share = share_of(seq_lens[b], split)
+        share = share_of(seq_lens[b], largest_ref[0], split)
 
         @compat.when(split < share.shares)
         def _():
@@ -261,12 +284,12 @@ def decode_attention(
         jnp.reshape(layer, (1,)),
         metadata.block_table,
         metadata.seq_lens,
+        largest,
         by_row,
     )
     if splits > 1:
-        out = _combine(
-            out, partials[0], partials[1], metadata.seq_lens, None if sinks is None else by_row, share_of, query_len
-        )
+        lengths = (metadata.seq_lens, largest)
+        out = _combine(out, partials[0], partials[1], lengths, None if sinks is None else by_row, share_of, query_len)
     return out.reshape(q.shape)
 
 
@@ -274,9 +297,9 @@ def _combine(
     out: jax.Array,
     results: jax.Array,
     sums: jax.Array,
-    seq_lens: jax.Array,
+    lengths: tuple[jax.Array, jax.Array],
     sinks: jax.Array | None,
-    share_of: Callable[[Any, Any], _Share],
+    share_of: Callable[[Any, Any, Any], _Share],
     query_len: int,
 ) -> jax.Array:
     """The result with the rows of split requests written into it; one CTA for some rows of a row tile."""
@@ -285,13 +308,13 @@ def _combine(
     layout = compat.rows_layout(heads, head_dim, 4)
     tokens = rows // heads
 
-    def attention_combine(result_ref, sum_ref, lens_ref, *refs):
+    def attention_combine(result_ref, sum_ref, lens_ref, largest_ref, *refs):
         sinks_ref, out_ref = (refs[0], refs[1]) if sinks is not None else (None, refs[0])
         index = lax.axis_index("cta")
         head, index = lax.rem(index, jnp.int32(head_tiles)), lax.div(index, jnp.int32(head_tiles))
         query, b = lax.rem(index, jnp.int32(query_len)), lax.div(index, jnp.int32(query_len))
         token_tile, token = lax.div(query, jnp.int32(tokens)), lax.rem(query, jnp.int32(tokens))
-        shares = share_of(lens_ref[b], jnp.int32(0)).shares
+        shares = share_of(lens_ref[b], largest_ref[0], jnp.int32(0)).shares
 
         @compat.when(shares > 1)
         def _():
@@ -325,7 +348,7 @@ def _combine(
                 out.dtype
             )
 
-    operands = [results, sums, seq_lens] + ([] if sinks is None else [sinks])
+    operands = [results, sums, *lengths] + ([] if sinks is None else [sinks])
     target = compat.in_place(out)
     compat.kernel(
         attention_combine,

@@ -226,3 +226,20 @@ def test_mosaic_refuses_what_it_cannot_take(changes, reason):
     with pytest.raises(ImplementationError, match=reason), compat.interpreting():
         run(spec, arrays, functools.partial(attention, implementation="mosaic"))
     check(spec, arrays, run(spec, arrays, attention))
+
+
+@pytest.mark.parametrize(
+    ("tiles", "ctas", "splits", "expected"),
+    [
+        ([17] * 64, 8, 2, 17),  # 512 CTAs are two full rounds: sharing could only add rounds
+        ([17] * 16, 8, 2, 9),  # 128 CTAs leave half of the GPU idle
+        ([17] * 8, 8, 4, 5),
+        ([128], 8, 32, 4),
+        ([128] + [17] * 63, 8, 2, 64),  # one long request among many
+        ([0, 0], 8, 4, 2),
+    ],
+)
+def test_requests_are_split_where_rounds_of_ctas_end_sooner(tiles, ctas, splits, expected):
+    from jaxrunner.pallas.attention_decode_mosaic import tiles_of_share
+
+    assert tiles_of_share(jnp.array(tiles, jnp.int32), ctas, splits, 2).tolist() == [expected]
