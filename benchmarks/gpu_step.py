@@ -46,10 +46,12 @@ from jaxrunner.engine.scheduler import Scheduler  # noqa: E402
 from jaxrunner.models.model import LayerSpec, Model, RopeSpec  # noqa: E402
 from jaxrunner.models.weights import random_weights  # noqa: E402
 
-CONTEXT, BLOCK_SIZE, WARM_UP, STEPS = 1009, 16, 12, 60
+BLOCK_SIZE, WARM_UP, STEPS = 16, 12, 60
+CONTEXT = 1009
+"""Here and below a token more than whole blocks, so that the first step is a decode already."""
 LOOP_STEPS, LOOP_CALLS = 32, 5
 PREFILL_TOKENS, PREFILL_WARM_UP, PREFILL_STEPS = 8192, 2, 6
-TURNS, TURN_STEPS, TINY_BATCH, TINY_CONTEXT = 10, 16, 256, 984
+TURNS, TURN_STEPS, TINY_BATCH, TINY_CONTEXT = 10, 16, 256, 993
 CHECK_THREADS = 4
 LLAMA3_8B = Model(
     "LlamaForCausalLM",

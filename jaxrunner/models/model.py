@@ -42,8 +42,8 @@ class Model:
     """Architecture of a decoder-only transformer, without weights.
 
     dtype: name of the dtype of weights and activations (`"float32"`, `"bfloat16"`).
-    layout: `"layers"` keeps one dictionary of arrays per layer (fastest on the CPU), `"stacked"` one array per
-        matrix with a leading layer axis (fewest leaves, quickest to compile on a GPU). Fixed when weights are loaded.
+    layout: `"layers"` keeps one dictionary of arrays per layer (fastest on the CPU), `"stacked"` one array per matrix
+        with a leading layer axis (fewest leaves; layers that are all alike). Fixed when weights are loaded.
     layers: one `LayerSpec` per layer.
     qk_norm: RMS norm over each head of q and k before the rotation (Qwen3).
     vocab_size: rows of the output projection. Ids from `num_token_ids` on have no token and are never sampled.
