@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrunner.models.host_buffers import HostBuffers, host_buffers_help
 from jaxrunner.models.model import Model
 
 Init = Literal["normal", "norm", "bias"]
@@ -160,17 +161,20 @@ _normal = jax.jit(_normal_impl, static_argnames=("shape", "dtype"))
 def build_weights(model: Model, read: Callable[[str], np.ndarray]) -> dict[str, Any]:
     """The weights of `model` from `read(hf_name)`, one checkpoint tensor at a time.
 
-    Each array is filled in a fresh buffer of its final dtype and then handed to JAX, which may keep the buffer itself;
-    nothing writes to it afterwards. The peak is the weights plus one array and one checkpoint tensor.
+    Each array is filled in a fresh buffer of its final dtype and then handed to JAX, which on a CPU keeps the buffer
+    itself; nothing writes to it afterwards. The peak is the weights plus one array and one checkpoint tensor.
     """
+    table, dtype = weight_table(model), jnp.dtype(model.dtype)
+    shapes = [spec.shape for spec in jax.tree.leaves(table)]
+    host = HostBuffers(shapes, dtype) if host_buffers_help() else None
 
     def build(spec: WeightSpec) -> jax.Array:
-        buffer = np.empty(spec.shape, jnp.dtype(model.dtype))
+        buffer = np.empty(spec.shape, dtype) if host is None else host.empty(spec.shape)
         for part in spec.parts():
             np.copyto(buffer[part.place], read(part.hf_name), casting="unsafe")
-        return jnp.asarray(buffer)
+        return jnp.asarray(buffer) if host is None else jax.device_put(buffer, may_alias=True)
 
-    return jax.tree.map(build, weight_table(model))
+    return jax.tree.map(build, table)
 
 
 def parameter_bytes(model: Model) -> int:
