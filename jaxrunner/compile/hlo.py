@@ -20,6 +20,8 @@ KERNELS_OF_OP: dict[str, tuple[str, ...]] = {
 """The ops of a step and the Mosaic kernels that do them. (`attention_combine` follows a decode that was split.)"""
 
 _TARGET = 'custom_call_target="mosaic_gpu'
+_TRITON = 'custom_call_target="triton_kernel_call'
+"""Of jax-triton, which only attention calls; XLA's own Triton products are fusions."""
 _IN_PLACE = (
     "parameter",
     "bitcast",
@@ -50,9 +52,12 @@ def mosaic_kernels(text: str) -> Counter[str]:
 
 
 def implementations(text: str) -> dict[str, str]:
-    """Op -> `"mosaic"` if one of its kernels is in the program, else `"xla"`."""
+    """Op -> `"mosaic"` if one of its kernels is in the program, else `"xla"`; attention may be `"triton"` as well."""
     held = mosaic_kernels(text)
-    return {op: "mosaic" if any(held[k] for k in kernels) else "xla" for op, kernels in KERNELS_OF_OP.items()}
+    found = {op: "mosaic" if any(held[k] for k in kernels) else "xla" for op, kernels in KERNELS_OF_OP.items()}
+    if found["attention"] == "xla" and _TRITON in text:
+        found["attention"] = "triton"
+    return found
 
 
 def made_arrays(text: str, sizes: Iterable[int]) -> list[Instruction]:

@@ -41,6 +41,8 @@ metadata={op_name="jit(step)/input_prep_kernel/mpmd_map" stack_frame_id=3}
 def test_kernels_are_counted_by_name():
     assert mosaic_kernels(TEXT) == {"input_prep_kernel": 1, "rope_kv_write": 1}
     assert implementations(TEXT) == {"input_prep": "mosaic", "rope_kv_write": "mosaic", "attention": "xla"}
+    triton = TEXT + '  %call.1 = bf16[5,64]{1,0} custom-call(%x), custom_call_target="triton_kernel_call_ffi"\n'
+    assert implementations(triton)["attention"] == "triton"
 
 
 def test_what_is_made_anew_is_found_and_what_is_done_in_place_is_not():
