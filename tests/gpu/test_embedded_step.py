@@ -65,7 +65,7 @@ def test_no_copy_of_a_weight_or_of_the_cache(layout, bucket):
 
 
 def test_a_copy_would_be_seen():
-    """The same search over a step whose cache is not donated, and over a weight that is transposed first."""
+    """The same search over a step whose state is not donated: XLA then copies the cache before it is written."""
     model, bucket = LLAMA3_8B, BUCKETS[1]
 
     @jax.jit
