@@ -30,6 +30,7 @@ from jaxrunner.compile.programs import Program, ProgramSet
 from jaxrunner.compile.table import BucketTable, Entry
 from jaxrunner.errors import CheckpointError
 from jaxrunner.models.model import Model
+from jaxrunner.pallas.custom_attention import described, from_described
 from jaxrunner.runner.device_runner import DeviceRunner
 from jaxrunner.stages.sample import StepOutput
 from jaxrunner.stages.step import Pending
@@ -124,7 +125,7 @@ class FlightRecorder:
                 "jax": jax.__version__,
                 "device": jax.devices()[0].device_kind,
                 "ladder": dataclasses.asdict(programs.ladder),
-                "implementation": programs.implementation,
+                "implementation": described(programs.implementation),
                 "compiler_options": self._runner.table.compiler_options,
             }
         )
@@ -226,7 +227,8 @@ class _Player:
         made_with = {name: header[name] for name in ("ladder", "implementation", "compiler_options")}
         if made_with != self.header:
             ladder = Ladder(**{name: _tuples(value) for name, value in header["ladder"].items()})
-            programs = ProgramSet(self.model, self.weights, self.state, ladder, implementation=header["implementation"])
+            implementation = from_described(header["implementation"])
+            programs = ProgramSet(self.model, self.weights, self.state, ladder, implementation=implementation)
             self.table = BucketTable(programs, compiler_options=header["compiler_options"])
             self.header = made_with
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.checks.attention_specs import AttentionSpec
-from jaxrunner.errors import ImplementationError
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 
-SIGNATURE = "(q, blocks, layer, metadata, *, scale, window, soft_cap, sinks)"
 TOLERANCE = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 1e-5}
 """Relative to the norm of a row of the result: of rounding probabilities and the result to the type."""
 SMALLEST_NORM = 0.05
@@ -95,19 +92,3 @@ def judge(attend: Callable[..., Any], spec: AttentionSpec, *, seed: int = 0) -> 
         text = " ".join(str(error).split())
         return Verdict(spec, None, f"it raised {type(error).__name__}: {text[:300]}")
     return compare(spec, arrays, result)
-
-
-def check_signature(attend: Callable[..., Any]) -> None:
-    """Raises ImplementationError unless `attend` can be called like the built-in implementations."""
-    if not callable(attend):
-        raise ImplementationError(f"an attention is a function {SIGNATURE}, not {type(attend).__name__}")
-    try:
-        signature = inspect.signature(attend)
-    except (TypeError, ValueError):  # some callables have none; calling them tells
-        return
-    try:
-        signature.bind(None, None, None, None, scale=1.0, window=None, soft_cap=None, sinks=None)
-    except TypeError as error:
-        raise ImplementationError(
-            f"an attention is called as {SIGNATURE}, and this one takes {signature}: {error}"
-        ) from None

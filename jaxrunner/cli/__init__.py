@@ -1,9 +1,13 @@
-"""The command line: `jaxrunner generate`, `score` and `doctor`. JAX is imported when a command runs, not before."""
+"""The command line: `jaxrunner generate`, `score`, `check-attention` and `doctor`.
+
+JAX is imported when a command runs, not before.
+"""
 
 from __future__ import annotations
 
 import typer
 
+from jaxrunner.cli.check_attention import check_attention
 from jaxrunner.cli.doctor import doctor
 from jaxrunner.cli.generate import generate
 from jaxrunner.cli.score import score
@@ -17,4 +21,5 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(score)
+app.command()(check_attention)
 app.command()(doctor)

@@ -86,10 +86,10 @@ def _devices() -> dict[str, Any]:
 
 def _implementations() -> dict[str, Any]:
     """Per op: the automatic choice, and each implementation with None or the reason why it cannot run here."""
-    from jaxrunner.pallas import compat, implementation
+    from jaxrunner.pallas import compat, implementation, triton_compat
 
     def reason(name: str) -> str | None:
-        return compat.refusal() if name == "mosaic" else None
+        return {"mosaic": compat.refusal, "triton": triton_compat.refusal}.get(name, lambda: None)()
 
     try:
         return {

@@ -17,6 +17,7 @@ from jaxrunner.compile.programs import Program, ProgramSet
 from jaxrunner.compile.progress import Report, reporting
 from jaxrunner.device_memory import return_freed_memory
 from jaxrunner.errors import BucketMissError
+from jaxrunner.pallas.custom_attention import custom, name_of
 
 Policy = Literal["compile", "next_larger", "refuse"]
 POLICIES: tuple[Policy, ...] = ("compile", "next_larger", "refuse")
@@ -146,6 +147,8 @@ class BucketTable:
             for r in self.stats()
         ]
         tail = f"{len(lines)} executables, {self.misses} misses, {self.compiled_on_demand} compiled on demand"
+        if attend := custom(self.programs.implementation):
+            tail += f"; attention by {name_of(attend)}"
         return "\n".join([head, *lines, tail])
 
     def _miss(self, program: Program) -> Entry:

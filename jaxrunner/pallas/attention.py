@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from jaxrunner.pallas import custom_attention
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.pallas.kv_write import scales_for
@@ -50,18 +51,25 @@ def attention(
     Rows without keys give zeros. Whatever lies in dead blocks, past the end of a request or behind padded rows of the
     tables (NaN included) does not enter the result.
 
+    implementation: a function takes the place of this op, see `jaxrunner.pallas.custom_attention`.
+
     Raises ImplementationError where a named implementation cannot run or take this case.
     """
-    from jaxrunner.pallas import attention_mosaic
+    from jaxrunner.pallas import attention_mosaic, attention_triton
 
     kv_scales = scales_for(blocks, kv_scales)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if kv_scales is not None:
         options["kv_scales"] = kv_scales
+    if attend := custom_attention.custom(implementation):
+        return custom_attention.call(attend, q, blocks, layer, metadata, **options)
     run: Callable[..., Any] = attention_xla
-    chosen = resolve("attention", implementation, attention_mosaic.reason_against(q, blocks, scale, soft_cap))
+    against = attention_mosaic.reason_against(q, blocks, scale, soft_cap)
+    chosen = resolve("attention", implementation, against, attention_triton.reason_against(q, blocks, soft_cap))
     if chosen == "reference":
         from jaxrunner.pallas.attention_reference import attention_reference as run
+    elif chosen == "triton":
+        run = attention_triton.attention_triton
     elif chosen == "mosaic":
         if metadata.query_len is not None:
             from jaxrunner.pallas.attention_decode_mosaic import decode_attention as run

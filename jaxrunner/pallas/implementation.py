@@ -2,68 +2,96 @@
 
 `None` picks the best that is available here and takes the call's shapes and types; a name means that one or an
 `ImplementationError` with the reason, never a silent fallback. A mapping gives a name per op, e.g.
-`{"attention": "xla"}`. `choice_table()` prints the rule.
+`{"attention": "xla"}`; a plain name applies to the ops which have it. A function in place of a name is an attention of
+the user's own, see `jaxrunner.pallas.custom_attention`. `choice_table()` prints the rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
 from jaxrunner.errors import ImplementationError
 
-Implementation = str | Mapping[str, str] | None
+Implementation = str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]] | None
 
 AVAILABLE: dict[str, tuple[str, ...]] = {
     "input_prep": ("xla", "mosaic"),
     "slot_mapping": ("xla", "mosaic"),
     "kv_write": ("xla", "mosaic"),
     "rope_kv_write": ("xla", "mosaic"),
-    "attention": ("xla", "mosaic", "reference"),
+    "commit": ("xla", "mosaic"),
+    "attention": ("xla", "mosaic", "triton", "reference"),
 }
 """Op -> implementations that exist."""
 
-HOPPER = "9.0"
+HOPPER, SINCE_AMPERE = "9.0", "8.0 or newer, not 9.0"
 AUTOMATIC: dict[str, tuple[tuple[str, str, str], ...]] = {
     "input_prep": ((HOPPER, "mosaic", "always"),),
     "slot_mapping": ((HOPPER, "mosaic", "always"),),
+    "commit": ((HOPPER, "mosaic", "always"),),
     "kv_write": ((HOPPER, "mosaic", "KVH * D >= 128, D a multiple of 16"),),
     "rope_kv_write": ((HOPPER, "mosaic", "bfloat16 or float16 throughout, D a multiple of 16"),),
     "attention": (
         (HOPPER, "mosaic", "bfloat16 or float16 throughout, D a multiple of 16 in 32..256, blocks of 8n >= 16"),
+        (SINCE_AMPERE, "triton", "with jaxrunner[triton]: bfloat16, float16 or float32 throughout, D <= 256"),
     ),
 }
 """Op -> (compute capability, automatic choice, shapes and types it is for); everything else is XLA's."""
 
 
-def resolve(op: str, implementation: Implementation, reason: str | None = None) -> str:
-    """The name of the implementation of `op` to trace.
+def resolve(
+    op: str, implementation: Implementation, reason: str | None = None, triton_reason: str | None = None
+) -> str:
+    """The name of the implementation of `op` to trace; beside a function, which is for attention, the automatic choice.
 
-    reason: why the Mosaic kernel cannot take this call's shapes and types, or None. It turns the automatic choice to
-    XLA, and raises ImplementationError where "mosaic" was asked for by name.
+    reason, triton_reason: why the Mosaic and the Triton kernels cannot take this call's shapes and types, or None. One
+    turns the automatic choice to XLA, and raises ImplementationError where those kernels were asked for by name.
     """
+    check(implementation)
     name = implementation.get(op) if isinstance(implementation, Mapping) else implementation
-    if isinstance(implementation, Mapping) and (unknown := set(implementation) - set(AVAILABLE)):
-        raise ImplementationError(f"no op is called {sorted(unknown)}; the ops are {sorted(AVAILABLE)}")
-    if name is None:
-        return best(op, reason)
+    if name is None or callable(name):
+        return best(op, reason, triton_reason)
     if name not in AVAILABLE[op]:
         if isinstance(implementation, str) and any(name in names for names in AVAILABLE.values()):
-            return best(op, reason)
+            return best(op, reason, triton_reason)
         raise ImplementationError(f"{op} has no implementation {name!r}; it has {', '.join(AVAILABLE[op])}")
-    if name == "mosaic":
-        if unavailable := mosaic_unavailable():
-            raise ImplementationError(f"{op}: the mosaic implementation cannot run here: {unavailable}")
-        if reason:
-            raise ImplementationError(f"{op}: the mosaic implementation cannot take this case: {reason}")
+    if name in ("mosaic", "triton"):
+        if unavailable := (mosaic_unavailable() if name == "mosaic" else triton_refusal()):
+            raise ImplementationError(f"{op}: the {name} implementation cannot run here: {unavailable}")
+        if against := (reason if name == "mosaic" else triton_reason):
+            raise ImplementationError(f"{op}: the {name} implementation cannot take this case: {against}")
     return name
 
 
-def best(op: str, reason: str | None = None) -> str:
+def check(implementation: Implementation) -> None:
+    """Raises ImplementationError for a mapping of unknown ops and for a function that cannot be used."""
+    chosen = implementation if isinstance(implementation, Mapping) else {"attention": implementation}
+    if unknown := set(chosen) - set(AVAILABLE):
+        raise ImplementationError(f"no op is called {sorted(unknown)}; the ops are {sorted(AVAILABLE)}")
+    for op, value in chosen.items():
+        if not callable(value):
+            continue
+        if op != "attention":
+            raise ImplementationError(f"{op} takes the name of an implementation; only attention takes a function")
+        try:
+            hash(value)
+        except TypeError as error:
+            raise ImplementationError(
+                f"attention: the function must be hashable, since it is part of what is compiled ({error}); "
+                "use a plain function or a frozen dataclass"
+            ) from None
+
+
+def best(op: str, reason: str | None = None, triton_reason: str | None = None) -> str:
     """The automatic choice: what `AUTOMATIC` names for this GPU if it takes the call (see `resolve`), else XLA."""
-    for capability, name, _ in AUTOMATIC[op]:
-        if compute_capability() == capability and reason is None and mosaic_unavailable() is None:
+    found = compute_capability()
+    for capability, name, _ in AUTOMATIC[op] if found else ():
+        if name == "mosaic" and found == capability and reason is None and mosaic_unavailable() is None:
+            return name
+        if name == "triton" and found != HOPPER and triton_reason is None and triton_refusal() is None:
             return name
     return "xla"
 
@@ -89,3 +117,10 @@ def mosaic_unavailable() -> str | None:
     from jaxrunner.pallas import compat
 
     return compat.unavailable_reason()
+
+
+def triton_refusal() -> str | None:
+    """Why a Triton kernel cannot run here, or None."""
+    from jaxrunner.pallas import triton_compat
+
+    return triton_compat.refusal()

@@ -20,7 +20,7 @@ from jax import lax
 from jaxrunner.compile.buckets import TIERS, Bucket, Tier
 from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.models.model import Model
-from jaxrunner.pallas.implementation import Implementation
+from jaxrunner.pallas.implementation import Implementation, check
 from jaxrunner.stages.batch import BatchRequests
 from jaxrunner.stages.inputs import step_layout
 from jaxrunner.stages.sample import NO_TOKEN, LogitsFn
@@ -90,6 +90,7 @@ def decode_loop(
     AdmissionError for a row that cannot decode. In a trace such a row makes fewer tokens or none, see the reasons.
     """
     check_alive(state)
+    check(implementation)
     _check_static(steps, kind, bucket, len(rows))
     stop_ids = _stop_ids(stop_token_ids, len(rows))
     limit = NO_LIMIT if max_tokens is None else max_tokens

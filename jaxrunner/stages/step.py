@@ -59,7 +59,8 @@ def step(
     `donate_argnames="state"` to update the KV cache in place. inputs: a `StepInput`, or what `StepInput.pack(bucket)`
     gave (an i32 vector, the form to pass through a jit). bucket: static shape, see `Ladder.pick`.
     logits_fn: `logits_fn(logits f32[B, vocab], requests) -> f32[B, vocab]`. implementation: None for the best, a
-    name, or a name per op. return_hidden: put the final hidden states [T, hidden] into the output.
+    name, a name per op, or an attention of your own (`jaxrunner.pallas.custom_attention`). return_hidden: put the final
+    hidden states [T, hidden] into the output.
 
     Raises CapacityError if the inputs do not fit the bucket, DonatedStateError for a consumed state.
     """
