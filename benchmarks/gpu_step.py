@@ -115,9 +115,8 @@ class Engine:
         """What its executables of steps hold and need."""
         entries = [e for e in self.runner.table.entries.values() if e.program.kind in ("step", "begin", "finish")]
         texts = {e.program: e.compiled.as_text() for e in entries}
-        step = next(text for program, text in texts.items() if program.kind != "finish")
         return {
-            "implementation": implementations(step),
+            "implementation": implementations("\n".join(texts.values())),
             "kernels": dict(sum(map(mosaic_kernels, texts.values()), Counter())),
             **memory(max(e.temp_bytes for e in entries)),
             "lower_s": round(sum(e.lower_seconds for e in entries), 2),

@@ -42,6 +42,7 @@ _HOMES = {
     "Bucket": "jaxrunner.compile.buckets",
     "Ladder": "jaxrunner.compile.ladder",
     "BucketTable": "jaxrunner.compile.table",
+    "compiler_options": "jaxrunner.compile.options",
     "DeviceRunner": "jaxrunner.runner.device_runner",
     "RunnerConfig": "jaxrunner.runner.config",
     "SchedulerOutput": "jaxrunner.contract",

@@ -16,6 +16,7 @@ KERNELS_OF_OP: dict[str, tuple[str, ...]] = {
     "input_prep": ("input_prep_kernel",),
     "rope_kv_write": ("rope_kv_write",),
     "attention": ("attention_decode", "attention_prefill"),
+    "commit": ("commit_rows",),
 }
 """The ops of a step and the Mosaic kernels that do them. (`attention_combine` follows a decode that was split.)"""
 

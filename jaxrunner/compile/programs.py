@@ -125,7 +125,8 @@ class ProgramSet:
         if program.kind == "moves":
             return apply_moves, (self._state, _vector(move_layout()))
         if program.kind == "finish":
-            finish = functools.partial(finish_step, self.model, tier=program.tier, num_reqs=program.size)
+            options: dict[str, Any] = {"tier": program.tier, "num_reqs": program.size}
+            finish = functools.partial(finish_step, self.model, implementation=self.implementation, **options)
             return finish, (self._weights, self._state, self._pending)
         assert program.bucket is not None
         upload = _vector(self.step_layout(program.bucket))

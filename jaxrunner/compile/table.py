@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 import jax
 import numpy as np
 
+from jaxrunner.compile.options import options_for
 from jaxrunner.compile.programs import Program, ProgramSet
 from jaxrunner.compile.progress import Report, reporting
 from jaxrunner.device_memory import return_freed_memory
@@ -176,7 +177,8 @@ class BucketTable:
 
     def _compile(self, program: Program, lowered: Any, lower_seconds: float) -> Entry:
         started = time.perf_counter()
-        compiled = lowered.compile(compiler_options=self.compiler_options)
+        options = options_for(program.num_tokens or program.size) | (self.compiler_options or {})
+        compiled = lowered.compile(compiler_options=options)
         seconds = time.perf_counter() - started
         return_freed_memory()
         code, temp = _memory(compiled)

@@ -67,7 +67,8 @@ def step(
     check_alive(state)
     packed = jnp.asarray(inputs.pack(bucket) if isinstance(inputs, StepInput) else inputs)
     state, pending, hidden = _first_half(model, weights, state, packed, bucket=bucket, implementation=implementation)
-    state, output = finish_step(model, weights, state, pending, tier=bucket.tier, logits_fn=logits_fn)
+    options: dict[str, Any] = {"tier": bucket.tier, "logits_fn": logits_fn, "implementation": implementation}
+    state, output = finish_step(model, weights, state, pending, **options)
     return state, output.replace(hidden=hidden) if return_hidden else output
 
 
@@ -98,12 +99,14 @@ def finish_step(
     tier: Tier,
     num_reqs: int | None = None,
     logits_fn: LogitsFn | None = None,
+    implementation: Implementation = None,
 ) -> tuple[RunnerState, StepOutput]:
     """The last two stages, for the first `num_reqs` rows of `pending` (all by default)."""
     rows = slice(0, num_reqs)
     requests = BatchRequests(*(a[rows] for a in pending.requests))
     output = sample(model, weights, state, pending.hidden[rows], requests, tier=tier, logits_fn=logits_fn)
-    return commit(state, requests, output.sampled_token_ids, output.num_sampled), output
+    ids, counts = output.sampled_token_ids, output.num_sampled
+    return commit(state, requests, ids, counts, implementation=implementation), output
 
 
 def _first_half(model, weights, state, packed, *, bucket, implementation):

@@ -40,7 +40,8 @@ metadata={op_name="jit(step)/input_prep_kernel/mpmd_map" stack_frame_id=3}
 
 def test_kernels_are_counted_by_name():
     assert mosaic_kernels(TEXT) == {"input_prep_kernel": 1, "rope_kv_write": 1}
-    assert implementations(TEXT) == {"input_prep": "mosaic", "rope_kv_write": "mosaic", "attention": "xla"}
+    found = {"input_prep": "mosaic", "rope_kv_write": "mosaic", "attention": "xla", "commit": "xla"}
+    assert implementations(TEXT) == found
     triton = TEXT + '  %call.1 = bf16[5,64]{1,0} custom-call(%x), custom_call_target="triton_kernel_call_ffi"\n'
     assert implementations(triton)["attention"] == "triton"
 

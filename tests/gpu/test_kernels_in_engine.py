@@ -31,11 +31,13 @@ def engine() -> DeviceRunner:
 
 def expected(program: Program) -> dict[str, int]:
     """One input preparation a step; one rotation with KV write and one attention a layer, whose shares are combined
-    in a decode of few requests. Admission, block moves and sampling hold none."""
+    in a decode of few requests; one commit at the end. Admission and block moves hold none."""
     if program.bucket is None:
-        return {}
+        return {"commit_rows": 1} if program.kind == "finish" else {}
     layers = MODEL.num_layers
     kernels = {"input_prep_kernel": 1, "rope_kv_write": layers}
+    if program.kind == "step":
+        kernels["commit_rows"] = 1
     if program.bucket.kind == "mixed":
         return kernels | {"attention_prefill": layers}
     split = default_splits(program.bucket.num_reqs, MODEL.num_kv_heads) > 1
@@ -49,8 +51,9 @@ def test_every_executable_holds_its_kernels_and_no_other():
         assert dict(mosaic_kernels(text)) == expected(program), str(program)
         kinds |= {frozenset(expected(program))}
         if program.bucket is not None:
-            assert set(implementations(text).values()) == {"mosaic"}
-    assert len(kinds) == 4, "a decode with and one without combination, a ragged step, and the rest"
+            found = implementations(text)
+            assert {found[op] for op in found if op != "commit" or program.kind == "step"} == {"mosaic"}
+    assert len(kinds) == 7, "decodes with and without combination, fused and not; a ragged step; a finish; the rest"
 
 
 def test_every_executable_updates_the_state_in_place():

@@ -194,22 +194,22 @@ PADDING = (
     ),
     Mutation(
         "commit: padding is added to the parking row",
-        "stages/commit.py",
-        "row = jnp.where(requests.live, requests.idx_mapping, out_of_range)",
-        "row = requests.idx_mapping",
+        "pallas/commit.py",
+        "row = jnp.where(rows != PARKING_ROW, rows, out_of_range)",
+        "row = rows",
         (BATCH + "test_commit_drops_padding_whatever_it_holds",),
         fast=True,
     ),
     Mutation(
         "commit: history without a sample is written",
-        "stages/commit.py",
+        "pallas/commit.py",
         "history_row = jnp.where(entry < num_sampled[:, None], row[:, None], out_of_range)",
         "history_row = row[:, None] + 0 * entry",
         (BATCH + "test_post_update_with_rejected_drafts", ORACLE_MIXED),
     ),
     Mutation(
         "commit: last token without a sample is overwritten",
-        "stages/commit.py",
+        "pallas/commit.py",
         "sampled_row = jnp.where(num_sampled > 0, row, out_of_range)",
         "sampled_row = row",
         (ORACLE_MIXED,),
@@ -217,8 +217,8 @@ PADDING = (
     Mutation(
         "commit: rejected drafts count as computed",
         "stages/commit.py",
-        'add(requests.query_lens - rejected, mode="drop")',
-        'add(requests.query_lens, mode="drop")',
+        "requests.query_lens if num_rejected is None else requests.query_lens - num_rejected",
+        "requests.query_lens",
         (BATCH + "test_post_update_with_rejected_drafts",),
     ),
     Mutation(
