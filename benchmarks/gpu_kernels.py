@@ -37,9 +37,11 @@ from benchmarks.report import CALLS, Report  # noqa: E402
 from jaxrunner.checks import attention_specs as specs  # noqa: E402
 from jaxrunner.checks.attention_judge import metadata_of as metadata_of_spec  # noqa: E402
 from jaxrunner.checks.attention_oracle import attention as attention_oracle  # noqa: E402
+from jaxrunner.pallas import triton_compat  # noqa: E402
 from jaxrunner.pallas.attention_decode_mosaic import decode_attention  # noqa: E402
 from jaxrunner.pallas.attention_metadata import AttentionMetadata  # noqa: E402
 from jaxrunner.pallas.attention_prefill_mosaic import ragged_attention  # noqa: E402
+from jaxrunner.pallas.attention_triton import Sizes, attention_triton  # noqa: E402
 from jaxrunner.pallas.kv_write import kv_write_xla  # noqa: E402
 from jaxrunner.pallas.kv_write_mosaic import kv_write_mosaic  # noqa: E402
 from jaxrunner.pallas.rope_kv_write import rope_kv_write_xla  # noqa: E402
@@ -128,6 +130,18 @@ PREFILL_TUNING: tuple[tuple[Case, tuple[dict[str, Any], ...]], ...] = (
     (PREFILLS[0], ({"ping_pong": False}, {"tile_kv": 64, "stages": 3}, {"tile_kv": 64, "stages": 4})),
     (PREFILLS[1], ({"ping_pong": False},)),
 )
+TRITON_TUNING: tuple[tuple[Case, tuple[int, ...]], ...] = (
+    (DECODES[0], (16, 64, 2, 4)),
+    (DECODES[0], (16, 64, 4, 3)),
+    (DECODES[0], (16, 128, 4, 3)),
+    (DECODES[0], (16, 32, 1, 4)),
+    (PREFILLS[0], (64, 64, 4, 3)),
+    (PREFILLS[0], (64, 128, 4, 2)),
+    (PREFILLS[0], (128, 64, 8, 2)),
+    (PREFILLS[0], (128, 64, 8, 4)),
+    (PREFILLS[0], (128, 64, 4, 3)),
+    (PREFILLS[0], (128, 128, 8, 2)),
+)
 
 
 @functools.cache
@@ -165,8 +179,15 @@ def metadata_of(case: Case) -> list[AttentionMetadata]:
     return result
 
 
-def time_attention(case: Case, tuned: dict[str, Any]) -> dict[str, Any]:
-    row = {"name": case.name, "value": None, "unit": case.unit, "floor": case.floor, "implementation": "mosaic"}
+def triton_attention(*args: Any, sizes: tuple[int, ...] | None = None, **options: Any) -> jax.Array:
+    """sizes: those of `attention_triton.Sizes`."""
+    return attention_triton(*args, **options, sizes=None if sizes is None else Sizes(*sizes))
+
+
+def time_attention(case: Case, tuned: dict[str, Any], name: str = "mosaic") -> dict[str, Any]:
+    row = {"name": case.name, "value": None, "unit": case.unit, "floor": case.floor, "implementation": name}
+    if name != "mosaic":
+        row["name"] += f"/{name}"
     if case.peer is not None:
         row["peer"] = case.peer
     row |= {"default": not tuned, **tuned}
@@ -174,6 +195,7 @@ def time_attention(case: Case, tuned: dict[str, Any]) -> dict[str, Any]:
 
     def run() -> dict[str, Any]:
         attend = decode_attention if case.is_decode else ragged_attention
+        attend = triton_attention if name == "triton" else attend
         f = jax.jit(functools.partial(attend, scale=shape["head_dim"] ** -0.5, **tuned))
         tokens = sum(q for q, _ in case.requests)
         q = jax.random.normal(jax.random.key(1), (tokens, shape["num_heads"], shape["head_dim"]), jnp.bfloat16)
@@ -421,6 +443,13 @@ def timings(tune: bool) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     def attention_jobs(cases, tuned=None):
         jobs.extend((case.name, functools.partial(time_attention, case, tuned or {})) for case in cases)
 
+    def triton_jobs(cases, tuned=None):
+        if triton_compat.unavailable_reason() is None:
+            jobs.extend(
+                (f"{case.name}/triton", functools.partial(time_attention, case, tuned or {}, "triton"))
+                for case in cases
+            )
+
     def write_job(op, tokens, name, fresh=False, **tuned):
         jobs.append((f"kernel/{op}/{tokens}", functools.partial(time_write, op, tokens, name, tuned, fresh)))
 
@@ -436,7 +465,10 @@ def timings(tune: bool) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
         for name in ("mosaic", "xla"):
             write_job("rope_kv_write", tokens, name)
     write_job("kv_write", 8192, "xla")
+    triton_jobs([DECODES[i] for i in (0, 1, 4, 5)] + list(PREFILLS))
     if tune:
+        for case, sizes in TRITON_TUNING:
+            triton_jobs([case], {"sizes": sizes})
         for case, variants in (*PREFILL_TUNING, *DECODE_TUNING):
             for tuned in variants:
                 attention_jobs([case], tuned)
