@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import os
 from pathlib import Path
 
 import pytest
 from jaxtyping import install_import_hook
+
+# Triton compiles the source of a function in the names of its own module: its kernels are imported unchecked.
+with contextlib.suppress(ImportError):
+    importlib.import_module("jaxrunner.pallas.attention_triton_kernels")
 
 # Every jaxtyping annotation of these packages is checked at each call, traced calls included.
 install_import_hook(

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 MODEL = Model(
     "LlamaForCausalLM", 512, 512, 512, 8, 8, 64, (LayerSpec(),) * 3, max_position_embeddings=256, dtype="bfloat16"
 )
-CONFIG = RunnerConfig(256, 256, 256, 512, 16)
+CONFIG = RunnerConfig(256, 256, 256, 1024, 16)
 LADDER = Ladder(decode=(4, 256), mixed=(64, 256), finish=(256,))
 
 
