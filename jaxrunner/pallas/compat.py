@@ -382,6 +382,11 @@ def filled(shape: tuple[int, ...], value: float, layout: Any, dtype: Any = jnp.f
     return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
+def repeated(scalar: jax.Array, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    """A traced scalar in every element of a vector or matrix; kernels know no implicit broadcast of one."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(scalar, shape, ()), layout)
+
+
 def index_of(shape: tuple[int, ...], axis: int) -> jax.Array:
     """i32 row (axis 0) or column (axis 1) index of each element of a matrix in `tile_layout`."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)

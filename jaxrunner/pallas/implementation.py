@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxrunner.errors import ImplementationError
+from jaxrunner.state.kv_dtype import FLOAT8
 
 Implementation = str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]] | None
 
@@ -39,24 +40,31 @@ AUTOMATIC: dict[str, tuple[tuple[str, str, str], ...]] = {
         (SINCE_AMPERE, "triton", "with jaxrunner[triton]: bfloat16, float16 or float32 throughout, D <= 256"),
     ),
 }
-"""Op -> (compute capability, automatic choice, shapes and types it is for); everything else is XLA's."""
+"""Op -> (compute capability, automatic choice, shapes and types it is for); everything else, float8 caches among it, is XLA's."""
 
 
 def resolve(
-    op: str, implementation: Implementation, reason: str | None = None, triton_reason: str | None = None
+    op: str,
+    implementation: Implementation,
+    reason: str | None = None,
+    triton_reason: str | None = None,
+    *,
+    by_name_only: bool = False,
 ) -> str:
     """The name of the implementation of `op` to trace; beside a function, which is for attention, the automatic choice.
 
     reason, triton_reason: why the Mosaic and the Triton kernels cannot take this call's shapes and types, or None. One
     turns the automatic choice to XLA, and raises ImplementationError where those kernels were asked for by name.
+    by_name_only: the automatic choice passes over the Mosaic kernel though it takes the call.
     """
     check(implementation)
+    against_best = reason or ("it must be asked for by name" if by_name_only else None)
     name = implementation.get(op) if isinstance(implementation, Mapping) else implementation
     if name is None or callable(name):
-        return best(op, reason, triton_reason)
+        return best(op, against_best, triton_reason)
     if name not in AVAILABLE[op]:
         if isinstance(implementation, str) and any(name in names for names in AVAILABLE.values()):
-            return best(op, reason, triton_reason)
+            return best(op, against_best, triton_reason)
         raise ImplementationError(f"{op} has no implementation {name!r}; it has {', '.join(AVAILABLE[op])}")
     if name in ("mosaic", "triton"):
         if unavailable := (mosaic_unavailable() if name == "mosaic" else triton_refusal()):
@@ -64,6 +72,12 @@ def resolve(
         if against := (reason if name == "mosaic" else triton_reason):
             raise ImplementationError(f"{op}: the {name} implementation cannot take this case: {against}")
     return name
+
+
+def untried(blocks: Any) -> bool:
+    """Whether the Mosaic kernels that touch this cache are only for whoever names them: over float8 they have been
+    interpreted and lowered, but none has run on a GPU yet."""
+    return blocks.dtype == FLOAT8
 
 
 def check(implementation: Implementation) -> None:

@@ -11,15 +11,20 @@ from jax import lax
 from jaxrunner.errors import ImplementationError
 from jaxrunner.pallas import compat
 from jaxrunner.state.kv_cache import KEY, VALUE
+from jaxrunner.state.kv_dtype import FLOAT8, FLOAT8_MAX
 
 TOKENS_PER_CTA = 1
+
+
+def float8(rows: jax.Array, inverse: jax.Array, layout: Any) -> jax.Array:
+    """`kv_write.quantised` inside of a kernel. rows: in `layout`. inverse: 1 / scale, a float32 scalar."""
+    scaled = rows.astype(jnp.float32) * compat.repeated(inverse, rows.shape, layout)
+    return jnp.minimum(jnp.maximum(scaled, -FLOAT8_MAX), FLOAT8_MAX).astype(FLOAT8)
 
 
 def reason_against(blocks: Any) -> str | None:
     """Why the kernel cannot take this cache on any machine, or None."""
     num_kv_heads, head_dim = blocks.shape[4:]
-    if blocks.dtype == jnp.float8_e4m3fn:
-        return f"it writes caches of 16 or 32 bits, not {blocks.dtype}"
     if num_kv_heads * head_dim < compat.LANES or head_dim % 16:
         return (
             f"it needs rows of {compat.LANES} elements or more and a head size that is a multiple of 16, "
@@ -50,9 +55,12 @@ def kv_write_mosaic(
     # A row is one vector; where 128 does not divide it, two that overlap.
     vector = width - width % compat.LANES
     starts = (0,) if vector == width else (0, width - vector)
-    layout = compat.strided(vector, blocks.dtype.itemsize)
+    source_dtype = blocks.dtype if kv_scales is None else k.dtype
+    layout = compat.strided(vector, source_dtype.itemsize)
+    scales = [] if kv_scales is None else [kv_scales]
 
-    def kv_write(k_ref, v_ref, slots, layer_ref, cache):
+    def kv_write(k_ref, v_ref, slots, layer_ref, *refs):
+        *scale_refs, cache = refs
         tokens = [lax.axis_index("cta") * tokens_per_cta + i for i in range(tokens_per_cta)]
         tokens = [jnp.minimum(token, num_tokens - 1) for token in tokens] if tokens_per_cta > 1 else tokens
         rows = [slots[token] for token in tokens]
@@ -62,6 +70,9 @@ def kv_write_mosaic(
                 [compat.load(source.at[token, compat.ds(start, vector)], layout=layout) for start in starts]
                 for token in tokens
             ]
+            if scale_refs:
+                inverse = 1.0 / scale_refs[0][layer_ref[0], which]
+                values = [[float8(part, inverse, layout) for part in parts] for parts in values]
             for slot, parts in zip(rows, values, strict=True):
 
                 @compat.when(slot >= 0)
@@ -78,10 +89,11 @@ def kv_write_mosaic(
         grid_names=("cta",),
         auto_barriers=False,
     )(
-        k.astype(blocks.dtype).reshape(num_tokens, width),
-        v.astype(blocks.dtype).reshape(num_tokens, width),
+        k.astype(source_dtype).reshape(num_tokens, width),
+        v.astype(source_dtype).reshape(num_tokens, width),
         slot_mapping,
         jnp.reshape(layer, (1,)),
+        *scales,
         target,
     )
     return target[...].reshape(blocks.shape)

@@ -16,7 +16,9 @@ from jax import lax
 
 from jaxrunner.errors import ImplementationError
 from jaxrunner.pallas import compat
+from jaxrunner.pallas.kv_write_mosaic import float8
 from jaxrunner.state.kv_cache import KEY, VALUE
+from jaxrunner.state.kv_dtype import FLOAT8
 
 MAX_HEADS_OF_PIECE = 8
 MANY_TOKENS = 512
@@ -25,8 +27,11 @@ MANY_TOKENS = 512
 
 def reason_against(qkv: Any, blocks: Any) -> str | None:
     """Why the kernel cannot take these arrays on any machine, or None."""
-    if qkv.dtype not in (jnp.bfloat16, jnp.float16) or blocks.dtype != qkv.dtype:
-        return f"it needs a projection and a cache of one type, bfloat16 or float16, not {qkv.dtype} and {blocks.dtype}"
+    if qkv.dtype not in (jnp.bfloat16, jnp.float16) or blocks.dtype not in (qkv.dtype, FLOAT8):
+        return (
+            "it needs a projection of bfloat16 or float16 and a cache of its type or of float8_e4m3fn, "
+            f"not {qkv.dtype} and {blocks.dtype}"
+        )
     if blocks.shape[5] % 16:
         return f"it needs a head size that is a multiple of 16, not {blocks.shape[5]}"
     return None
@@ -64,9 +69,11 @@ def rope_kv_write_mosaic(
 
     extra = [] if rope is None else list(rope)
     extra += [weight for weight in norms.values() if weight is not None]
+    extra += [] if kv_scales is None else [kv_scales]
 
     def rope_kv_write(qkv_ref, slots, layer_ref, *refs):
         *extra_refs, cache, q_ref = refs
+        scales_ref = None if kv_scales is None else extra_refs.pop()
         cos_ref, sin_ref, extra_refs = (None, None, extra_refs) if rope is None else (*extra_refs[:2], extra_refs[2:])
         norm_refs = dict(zip(("q", "k"), extra_refs, strict=False))
 
@@ -113,9 +120,14 @@ def rope_kv_write_mosaic(
 
             @compat.when(slot >= 0)
             def _():
+                which = KEY if kind == "k" else VALUE
                 block, offset = lax.div(slot, jnp.int32(block_size)), lax.rem(slot, jnp.int32(block_size))
-                block += (layer_ref[0] * 2 + (KEY if kind == "k" else VALUE)) * num_blocks
+                block += (layer_ref[0] * 2 + which) * num_blocks
+                inverse = None if scales_ref is None else 1.0 / scales_ref[layer_ref[0], which]
                 for part, value in values:
+                    if inverse is not None:
+                        layout = compat.rows_layout(*value.shape, dtype.itemsize)
+                        value = float8(value, inverse, layout)
                     cache[block, offset, here, part] = value
 
         cta = lax.axis_index("cta")

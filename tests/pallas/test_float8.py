@@ -143,7 +143,7 @@ def rope_arguments(shape, tokens: int, norm: bool, dtype=ml_dtypes.bfloat16):
 
 
 def check_rope(args, named, result) -> None:
-    """Queries as over any cache; keys within one step of float8 of the exact ones; values and the rest exact."""
+    """Queries as over any cache; keys within a step of float8 of the exact ones; values and the rest exact."""
     qkv, blocks, layer, slots, _ = args
     q_result, cache = (np.asarray(x) for x in result)
     kv_heads = blocks.shape[4]
@@ -160,7 +160,8 @@ def check_rope(args, named, result) -> None:
     want = np.asarray(wide)[layer, 0, block, offset].astype(np.float64) / SCALES[layer, 0]
     got = cache[layer, 0, block, offset].astype(np.float64)
     assert np.isfinite(got).all()
-    assert (np.abs(got - np.clip(want, -448, 448)) <= 0.08 * np.abs(want).clip(2**-6)).all()
+    rounding = 0.07 * np.abs(want) + 1e-2 * np.abs(want).max(axis=-1, keepdims=True)  # of float8, of the model's type
+    assert (np.abs(got - np.clip(want, -448, 448)) <= rounding).all()
     v8 = stored(qkv[:, heads + kv_heads :], SCALES[layer, 1])
     written = oracle.kv_write(blocks, layer, np.zeros_like(v8), v8, slots)
     np.testing.assert_array_equal(cache[:, 1].view(np.uint8), written[:, 1].view(np.uint8))
@@ -178,3 +179,99 @@ def run_rope(args, named, f) -> tuple:
 def test_rope_kv_write(shape, norm, dtype):
     args, named = rope_arguments(shape, 13, norm, dtype)
     check_rope(args, named, run_rope(args, named, functools.partial(rope_kv_write, eps=1e-5, implementation="xla")))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("heads", [(2, 64), (3, 64), (4, 80)])
+def test_kv_write_interpreted(heads):
+    args = arguments(heads, 6)
+    with compat.interpreting():
+        f = jax.jit(functools.partial(kv_write, implementation="mosaic"))
+        result = jax.block_until_ready(f(*map(jnp.asarray, args), kv_scales=jnp.asarray(SCALES)))
+    check_write(args, result)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("shape", "norm"), [(SHAPES[0], True), (SHAPES[1], False)])
+def test_rope_kv_write_interpreted(shape, norm):
+    args, named = rope_arguments(shape, 3, norm)
+    with compat.interpreting():
+        result = run_rope(args, named, functools.partial(rope_kv_write, eps=1e-5, implementation="mosaic"))
+    check_rope(args, named, result)
+
+
+MODELS = {
+    "Llama-3-8B": (32, 8, 128),
+    "Qwen2-7B": (28, 4, 128),
+    "SmolLM2-135M": (9, 3, 64),
+    "Gemma-2-2B": (8, 4, 256),
+    "Phi-3-mini": (32, 32, 96),
+}
+every_model = pytest.mark.parametrize("model", MODELS)
+
+
+def abstract(model: str, tokens: int):
+    """(qkv, cache of more than 2^31 elements, layer, slots, rope, scales) of a model, as shapes."""
+    heads, kv_heads, head_dim = MODELS[model]
+    f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.float32, jnp.int32))
+    num_blocks = 2**32 // (32 * 2 * 16 * kv_heads * head_dim)
+    cache = jax.ShapeDtypeStruct((32, 2, num_blocks, 16, kv_heads, head_dim), FLOAT8)
+    qkv = jax.ShapeDtypeStruct((tokens, heads + 2 * kv_heads, head_dim), jnp.bfloat16)
+    return qkv, cache, i32(()), i32((tokens,)), (f32((tokens, head_dim // 2)),) * 2, f32((32, 2))
+
+
+def assert_in_place(text: str) -> None:
+    assert text.count(f"custom_call @{compat.CUSTOM_CALL}") == 1
+    assert "output_operand_alias" in text
+    assert "stablehlo.scatter" not in text
+
+
+@needs_mosaic
+@every_model
+@pytest.mark.parametrize("tokens", [64, 8192])
+def test_writes_lower_to_one_kernel_in_place(model, tokens):
+    qkv, cache, layer, slots, rope, scales = abstract(model, tokens)
+    rows = jax.ShapeDtypeStruct((tokens, *cache.shape[4:]), jnp.bfloat16)
+
+    def write(blocks, layer, k, v, slots, scales):
+        return kv_write(blocks, layer, k, v, slots, kv_scales=scales, implementation="mosaic")
+
+    assert_in_place(compat.lower_for_cuda(write, cache, layer, rows, rows, slots, scales).as_text())
+
+    def rotate(qkv, blocks, layer, slots, rope, scales):
+        return rope_kv_write(qkv, blocks, layer, slots, rope, kv_scales=scales, implementation="mosaic")
+
+    assert_in_place(compat.lower_for_cuda(rotate, qkv, cache, layer, slots, rope, scales).as_text())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("tokens", [1, 70, 3000])
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_kv_write_on_the_gpu(heads, tokens, implementation):
+    args = arguments(heads, tokens)
+    blocks = jnp.asarray(args[0])
+    pointer = blocks.unsafe_buffer_pointer()
+    f = jax.jit(functools.partial(kv_write, implementation=implementation), donate_argnums=0)
+    result = f(blocks, *map(jnp.asarray, args[1:]), kv_scales=jnp.asarray(SCALES))
+    check_write(args, result)
+    assert result.unsafe_buffer_pointer() == pointer
+
+
+@pytest.mark.gpu
+@every_shape
+@pytest.mark.parametrize("tokens", [70, 700])
+def test_rope_kv_write_on_the_gpu(shape, norm, tokens):
+    args, named = rope_arguments(shape, tokens, norm)
+    check_rope(args, named, run_rope(args, named, functools.partial(rope_kv_write, eps=1e-5, implementation="mosaic")))
+
+
+def test_the_automatic_choice_passes_over_what_has_not_run_on_a_gpu(monkeypatch):
+    from jaxrunner.pallas import implementation
+
+    monkeypatch.setattr(implementation, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(implementation, "mosaic_unavailable", lambda: None)
+    for op in ("kv_write", "rope_kv_write", "attention"):
+        assert implementation.resolve(op, None) == "mosaic"
+        assert implementation.resolve(op, None, by_name_only=True) == "xla"
+        assert implementation.resolve(op, "mosaic", by_name_only=True) == "mosaic"
