@@ -40,7 +40,7 @@ AUTOMATIC: dict[str, tuple[tuple[str, str, str], ...]] = {
         (SINCE_AMPERE, "triton", "with jaxrunner[triton]: bfloat16, float16 or float32 throughout, D <= 256"),
     ),
 }
-"""Op -> (compute capability, automatic choice, shapes and types it is for); everything else, float8 caches among it, is XLA's."""
+"""Op -> (compute capability, automatic choice, shapes and types it is for); all else, float8 caches too, is XLA's."""
 
 
 def resolve(
