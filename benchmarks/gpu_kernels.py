@@ -56,13 +56,16 @@ LLAMA: Shape = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_D
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One batch: (query length, sequence length) of each request. unit: TB/s, TFLOP/s or us. peer: in that unit."""
+    """One batch: (query length, sequence length) of each request. unit: TB/s, TFLOP/s or us. peer: in that unit.
+    float8: the cache is float8_e4m3fn, else bfloat16.
+    """
 
     name: str
     requests: tuple[tuple[int, int], ...]
     unit: str
     peer: float | None = None
     shape: tuple[tuple[str, int], ...] = tuple(LLAMA.items())
+    float8: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -71,7 +74,8 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         shape = dict(self.shape)
-        return sum(n for _, n in self.requests) * shape["num_kv_heads"] * shape["head_dim"] * 4
+        item = 1 if self.float8 else 2
+        return sum(n for _, n in self.requests) * shape["num_kv_heads"] * shape["head_dim"] * 2 * item
 
     @property
     def flops(self) -> float:
@@ -119,6 +123,10 @@ OTHER_MODELS = (
     prefill_case("prefill/1x4096/8-4x256", ((4096, 4096),), num_heads=8, num_kv_heads=4, head_dim=256),
     prefill_case("prefill/1x4096/64-8x64", ((4096, 4096),), num_heads=64, head_dim=64, block_size=32),
 )
+FLOAT8 = tuple(
+    dataclasses.replace(case, name=f"{case.name}/fp8", peer=None, float8=True)
+    for case in (DECODES[0], DECODES[1], DECODES[3], PREFILLS[0])
+)
 DECODE_TUNING: tuple[tuple[Case, tuple[dict[str, int], ...]], ...] = (
     (DECODES[0], ({"num_splits": 1}, {"num_splits": 3}, {"num_splits": 4}, {"num_splits": 8}, {"stages": 3})),
     (DECODES[1], ({"num_splits": 2}, {"num_splits": 3}, {"tile_kv": 128}, {"stages": 3})),
@@ -149,6 +157,12 @@ def cache() -> jax.Array:
     """[LAYERS, 2, BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM] of random bfloat16, seen in other shapes by other models."""
     shape = (LAYERS, 2, BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     return jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(jax.random.key(0))
+
+
+@functools.cache
+def float8_cache() -> jax.Array:
+    """The same numbers in float8_e4m3fn."""
+    return jax.jit(lambda blocks: blocks.astype(jnp.float8_e4m3fn))(cache())
 
 
 def metadata_of(case: Case) -> list[AttentionMetadata]:
@@ -200,18 +214,22 @@ def time_attention(case: Case, tuned: dict[str, Any], name: str = "mosaic") -> d
         tokens = sum(q for q, _ in case.requests)
         q = jax.random.normal(jax.random.key(1), (tokens, shape["num_heads"], shape["head_dim"]), jnp.bfloat16)
 
+        scales = {"kv_scales": jnp.full((LAYERS, 2), 0.5, jnp.float32)} if case.float8 else {}
+
         @jax.jit
-        def calls(q, blocks, metadata):
+        def calls(q, blocks, metadata, scales):
             tail = (shape["block_size"], shape["num_kv_heads"], shape["head_dim"])
             blocks = blocks.reshape(LAYERS, 2, -1, *tail)
             outputs = []
             for i in range(CALLS):
                 if outputs:
                     q, outputs[-1] = jax.lax.optimization_barrier((q, outputs[-1]))
-                outputs.append(f(q, blocks, jnp.int32(i % LAYERS), metadata[i // LAYERS % len(metadata)]))
+                meta = metadata[i // LAYERS % len(metadata)]
+                outputs.append(f(q, blocks, jnp.int32(i % LAYERS), meta, **scales))
             return outputs
 
-        report.timed(row, calls, (q, cache(), metadata_of(case)), wall_runs=10)
+        blocks = float8_cache() if case.float8 else cache()
+        report.timed(row, calls, (q, blocks, metadata_of(case), scales), wall_runs=10)
         return row if "void" in row else row | {"value": round(case.value(row["us"]), 3)}
 
     return report.guarded(row, run)
@@ -291,10 +309,8 @@ def check_attention(spec: specs.AttentionSpec, tuned: dict[str, Any]) -> dict[st
         attend = decode_attention if spec.query_len is not None else ragged_attention
         f = jax.jit(functools.partial(attend, **spec.options, **tuned))
         q, blocks = jnp.asarray(arrays["q"]), jnp.asarray(arrays["blocks"])
-        sinks = None if arrays["sinks"] is None else jnp.asarray(arrays["sinks"])
-        result = np.asarray(
-            f(q, blocks, jnp.int32(spec.layer), metadata_of_spec(spec, arrays), sinks=sinks), np.float64
-        )
+        named = {name: jnp.asarray(arrays[name]) for name in ("sinks", "kv_scales") if arrays[name] is not None}
+        result = np.asarray(f(q, blocks, jnp.int32(spec.layer), metadata_of_spec(spec, arrays), **named), np.float64)
         empty = np.linalg.norm(expected, axis=-1) == 0
         row["value"] = float(np.linalg.norm(result - expected) / np.linalg.norm(expected))
         row["pass"] = bool(row["value"] < 5e-3 and (result[empty] == 0).all())
@@ -398,7 +414,8 @@ def check_large() -> dict[str, Any]:
 
 def checks() -> list[Callable[[], dict[str, Any]]]:
     """The most telling first: several tokens in a tile of rows."""
-    several = sorted(specs.SMALL, key=lambda spec: spec.query_len == 1)
+    float8 = [spec for spec in specs.FLOAT8 if spec.head_dim % 32 == 0]
+    several = sorted([*specs.SMALL, *float8], key=lambda spec: spec.query_len == 1)
     jobs: list[Callable[[], dict[str, Any]]] = [functools.partial(check_attention, spec, {}) for spec in several]
     jobs += [check_write, check_rope, check_large]
     split = [spec for spec in several if spec.query_len is not None]
@@ -456,6 +473,7 @@ def timings(tune: bool) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     attention_jobs(DECODES[:3])
     attention_jobs(PREFILLS[:1])
     write_job("kv_write", 8192, "mosaic")
+    attention_jobs(FLOAT8)
     attention_jobs(DECODES[3:])
     attention_jobs(PREFILLS[1:])
     for tokens in (64, 4096):

@@ -23,6 +23,7 @@ from jaxrunner.pallas.attention_mosaic import (
     TILE_ROWS,
     Geometry,
     Options,
+    by_scale,
     clear_tail,
     default_tile_kv,
     finish,
@@ -34,8 +35,9 @@ from jaxrunner.pallas.attention_mosaic import (
     store_rows,
     value_offset,
     visible,
+    widen,
 )
-from jaxrunner.state.kv_cache import KEY
+from jaxrunner.state.kv_cache import KEY, VALUE
 
 STAGES = 2
 CTAS_OF_GPU = 264
@@ -105,7 +107,7 @@ def decode_attention(
     num_heads, head_dim = q.shape[1:]
     num_blocks, block_size, num_kv_heads = blocks.shape[2:5]
     tile_kv = tile_kv or default_tile_kv(head_dim, prefill=False)
-    geometry = Geometry(num_heads, num_kv_heads, head_dim, block_size, num_blocks, tile_kv, blocks.dtype)
+    geometry = Geometry(num_heads, num_kv_heads, head_dim, block_size, num_blocks, tile_kv, blocks.dtype, q.dtype)
     batch, query_len = metadata.block_table.shape[0], metadata.query_len
     assert query_len is not None, "a ragged batch is for ragged_attention"
     tokens = min(query_len, geometry.tokens)
@@ -114,7 +116,7 @@ def decode_attention(
     splits = num_splits or default_splits(batch, head_tiles * token_tiles)
 
     partial_shape = (batch, token_tiles, head_tiles, splits, tokens * geometry.heads, head_dim)
-    out_type = [jax.ShapeDtypeStruct((batch * query_len, head_tiles, geometry.heads, head_dim), blocks.dtype)]
+    out_type = [jax.ShapeDtypeStruct((batch * query_len, head_tiles, geometry.heads, head_dim), q.dtype)]
     if splits > 1:
         out_type += [
             jax.ShapeDtypeStruct(partial_shape, jnp.float32),
@@ -139,6 +141,9 @@ def decode_attention(
         return _Share(shares, first + start, jnp.maximum(jnp.minimum(tiles - start, each), 0))
 
     def attention_decode(q_ref, kv_ref, layer_ref, table, seq_lens, largest_ref, sinks_ref, *refs):
+        scales_ref = None
+        if kv_scales is not None:
+            scales_ref, refs = refs[0], refs[1:]
         out_ref, *partial_refs = refs[: len(out_type)]
         scratch = refs[len(out_type) :]
         index = lax.axis_index("cta")
@@ -149,12 +154,13 @@ def decode_attention(
 
         @compat.when(split < share.shares)
         def _():
-            work(q_ref, kv_ref, layer_ref, table, seq_lens, sinks_ref, out_ref, partial_refs, scratch)(
+            work(q_ref, kv_ref, layer_ref, table, seq_lens, sinks_ref, scales_ref, out_ref, partial_refs, scratch)(
                 b, token_tile, head, split, share
             )
 
-    def work(q_ref, kv_ref, layer_ref, table, seq_lens, sinks_ref, out_ref, partial_refs, scratch):
-        q_tile, k_tiles, v_tiles, staging, k_full, v_full, reusable, *p_tile = scratch
+    def work(q_ref, kv_ref, layer_ref, table, seq_lens, sinks_ref, scales_ref, out_ref, partial_refs, scratch):
+        q_tile, k_tiles, v_tiles, staging, k_full, v_full, reusable, *more = scratch
+        wide, p_tile = (more[:2], more[2:]) if geometry.float8 else ([], more)
 
         def run(b, token_tile, head, split, share):
             seq_len = seq_lens[b]
@@ -193,7 +199,27 @@ def decode_attention(
                 slot = lax.rem(i, jnp.int32(stages))
                 first_key = (share.first + i) * tile_kv
                 compat.wait(k_full.at[slot])
-                scores = options.capped(compat.matmul(q_tile, k_tiles.at[slot].T)) * options.factor
+
+                def values_there():
+                    tile = v_tiles.at[slot]
+                    compat.wait(v_full.at[slot])
+                    if geometry.float8:
+                        widen(tile, wide[1], geometry)
+                        compat.commit()  # all four warps have read both tiles of this slot
+                        compat.when(i + stages < share.tiles)(lambda: fetch(i + stages))
+                        tile = wide[1]
+                    compat.when(first_key + tile_kv > seq_len)(lambda: clear_tail(tile, seq_len - first_key))
+                    return tile
+
+                if geometry.float8:
+                    widen(k_tiles.at[slot], wide[0], geometry)
+                    compat.commit()
+                    # The values are widened while the tensor core multiplies.
+                    scores = compat.matmul(q_tile, wide[0].T, before_wait=values_there)
+                    scores = by_scale(scores, scales_ref, layer_ref[0], KEY)
+                else:
+                    scores = compat.matmul(q_tile, k_tiles.at[slot].T)
+                scores = options.capped(scores) * options.factor
                 if query_len == 1:  # all rows see the same keys
                     column = compat.index_of(scores.shape, 1)
                     mask = column <= first_position - first_key
@@ -211,13 +237,13 @@ def decode_attention(
                 if compat.interpreted():
                     p_tile[0][...] = p
                     compat.commit()
-                compat.wait(v_full.at[slot])
-                compat.when(first_key + tile_kv > seq_len)(lambda: clear_tail(v_tiles.at[slot], seq_len - first_key))
-                product = compat.matmul(p_tile[0] if compat.interpreted() else p, v_tiles.at[slot])
+                values = wide[1] if geometry.float8 else values_there()
+                product = compat.matmul(p_tile[0] if compat.interpreted() else p, values)
                 acc = acc * spread(keep, acc.shape) + product
                 compat.arrive(reusable)  # all four warps are done with this slot
                 compat.wait(reusable)
-                compat.when(i + stages < share.tiles)(lambda: fetch(i + stages))
+                if not geometry.float8:
+                    compat.when(i + stages < share.tiles)(lambda: fetch(i + stages))
                 return acc, new_top, total
 
             carry = (
@@ -235,9 +261,10 @@ def decode_attention(
                 def put(i, columns, rows):
                     @compat.when(query + i < query_len)
                     def _():
-                        out_ref[b * query_len + query + i, head, :, columns] = rows.astype(geometry.dtype)
+                        out_ref[b * query_len + query + i, head, :, columns] = rows.astype(geometry.q_dtype)
 
-                store_rows(finish(acc, top, total, sink), staging, geometry, put, tokens)
+                result = by_scale(finish(acc, top, total, sink), scales_ref, layer_ref[0], VALUE)
+                store_rows(result, staging, geometry, put, tokens)
 
             def to_partials():
                 result_ref, sum_ref = partial_refs
@@ -246,7 +273,8 @@ def decode_attention(
                     here = compat.ds(i * geometry.heads, geometry.heads)
                     result_ref[b, token_tile, head, split, here, columns] = rows
 
-                store_rows(finish(acc, top, total, None), staging, geometry, put, tokens)
+                result = by_scale(finish(acc, top, total, None), scales_ref, layer_ref[0], VALUE)
+                store_rows(result, staging, geometry, put, tokens)
                 positive = jnp.where(total > 0, total, 1.0)
                 sum_ref[b, token_tile, head, split] = jnp.where(total > 0, top + jnp.log2(positive), NEG_INF)
 
@@ -260,13 +288,15 @@ def decode_attention(
 
     scratch = [
         compat.swizzled_smem((TILE_ROWS, head_dim), geometry.dtype),
-        compat.swizzled_smem((stages, tile_kv, head_dim), geometry.dtype),
-        compat.swizzled_smem((stages, tile_kv, head_dim), geometry.dtype),
+        compat.swizzled_smem((stages, tile_kv, head_dim), geometry.cache_dtype),
+        compat.swizzled_smem((stages, tile_kv, head_dim), geometry.cache_dtype),
         compat.row_major_smem((TILE_ROWS, geometry.columns), jnp.float32),
         compat.barriers(stages, geometry.pages_of_tile),
         compat.barriers(stages, geometry.pages_of_tile),
         compat.barriers(),
     ]
+    if geometry.float8:
+        scratch += [compat.swizzled_smem((tile_kv, head_dim), geometry.dtype)] * 2
     if compat.interpreted():
         scratch.append(compat.swizzled_smem((TILE_ROWS, tile_kv), geometry.dtype))
     by_row = sink_rows(sinks, geometry)
@@ -286,6 +316,7 @@ def decode_attention(
         metadata.seq_lens,
         largest,
         by_row,
+        *([] if kv_scales is None else [kv_scales]),
     )
     if splits > 1:
         lengths = (metadata.seq_lens, largest)

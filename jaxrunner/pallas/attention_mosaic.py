@@ -8,6 +8,10 @@ Keys and values arrive by the copy engine as pages, the greatest common divisor 
 seen as [layers * 2 * blocks * pages of a block, page, KVH, D]: an index into its first axis stays small however many
 elements the cache has. Pages outside a request, or older than its window, are replaced by a live one, so that nothing
 in dead blocks enters a tile.
+
+The tensor core takes no float8 beside types of 16 bits. Tiles of a float8 cache are widened on their way, to float16,
+which holds each of its values; queries and probabilities are float16 then too, and the scales of keys and of values
+multiply scores and results in float32.
 """
 
 from __future__ import annotations
@@ -24,12 +28,16 @@ from jax import lax
 from jaxrunner.errors import ImplementationError
 from jaxrunner.pallas import compat
 from jaxrunner.state.kv_cache import VALUE
+from jaxrunner.state.kv_dtype import FLOAT8
 
 TILE_ROWS = 64
 """Rows of the tensor core's matrix tile."""
 LOG2E = math.log2(math.e)
 NEG_INF = float("-inf")
 DTYPES = (jnp.bfloat16, jnp.float16)
+FLOAT16_MAX = 65504.0
+WIDENED_ROWS = 32
+"""Rows of a float8 tile that are in registers at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +59,10 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Static sizes of a call. A row tile holds `tokens` tokens x `heads` heads of one KV head's group."""
+    """Static sizes and types of a call. A row tile holds `tokens` tokens x `heads` heads of one KV head's group.
+
+    cache_dtype: of the pages. q_dtype: of queries and result.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -59,7 +70,17 @@ class Geometry:
     block_size: int
     num_blocks: int
     tile_kv: int
-    dtype: Any
+    cache_dtype: Any
+    q_dtype: Any
+
+    @property
+    def float8(self) -> bool:
+        return self.cache_dtype == FLOAT8
+
+    @property
+    def dtype(self) -> Any:
+        """What the tensor core multiplies."""
+        return jnp.dtype(jnp.float16) if self.float8 else self.cache_dtype
 
     @property
     def group(self) -> int:
@@ -103,8 +124,14 @@ class Geometry:
 def reason_against(q: Any, blocks: Any, scale: float, soft_cap: float | None) -> str | None:
     """Why the kernels cannot take this call on any machine, or None."""
     head_dim, block_size = blocks.shape[5], blocks.shape[3]
-    if blocks.dtype not in DTYPES or q.dtype != blocks.dtype:
-        return f"it needs queries and cache of one type, bfloat16 or float16, not {q.dtype} and {blocks.dtype}"
+    float8 = blocks.dtype == FLOAT8
+    if q.dtype not in DTYPES or (q.dtype != blocks.dtype and not float8):
+        return (
+            "it needs queries of bfloat16 or float16 and a cache of their type or of float8_e4m3fn, "
+            f"not {q.dtype} and {blocks.dtype}"
+        )
+    if float8 and head_dim % 32:
+        return f"over float8 it needs a head size that is a multiple of 32, not {head_dim}"
     if head_dim % 16 or not 32 <= head_dim <= 256:
         return f"it needs a head size that is a multiple of 16 from 32 to 256, not {head_dim}"
     if block_size % 8 or block_size < 16:
@@ -162,6 +189,10 @@ def load_rows(
         _in_steps(some, tokens, unrolled)
         compat.commit()
         tile = compat.load(staging.at[:, here], layout=compat.tile_layout(), optimized=False)
+        if tile.dtype != geometry.dtype:
+            tile = tile.astype(jnp.float32)
+        if geometry.float8:  # beyond float16 is infinity, and infinity minus infinity no score
+            tile = jnp.minimum(jnp.maximum(tile, -FLOAT16_MAX), FLOAT16_MAX)
         target[:, part] = tile.astype(geometry.dtype)
         compat.commit()
 
@@ -210,6 +241,25 @@ def page_index(geometry: Geometry, base: Any, table: Any, request: Any, page: An
 def value_offset(geometry: Geometry) -> int:
     """From a key page's index to that of its values."""
     return VALUE * geometry.num_blocks * (geometry.block_size // geometry.page)
+
+
+def widen(source: Any, target: Any, geometry: Geometry) -> None:
+    """A tile of a float8 cache [tile_kv, D], SMEM -> registers -> the tile that the tensor core reads, also in SMEM.
+
+    `compat.commit` has to follow.
+    """
+    layout = compat.rows_layout(WIDENED_ROWS, geometry.head_dim, 2)
+    for start in range(0, geometry.tile_kv, WIDENED_ROWS):
+        rows = compat.ds(start, WIDENED_ROWS)
+        value = compat.load(source.at[rows], layout=layout, optimized=False)
+        target[rows] = value.astype(geometry.dtype)
+
+
+def by_scale(values: jax.Array, scales: Any, layer: Any, which: int) -> jax.Array:
+    """Scores times the scale of the keys, or results times that of the values; unchanged without scales."""
+    if scales is None:
+        return values
+    return values * compat.repeated(scales[layer, which], values.shape, compat.tile_layout())
 
 
 def clear_tail(tile: Any, live: Any) -> None:

@@ -21,6 +21,7 @@ from jaxrunner.pallas.attention_mosaic import (
     TILE_ROWS,
     Geometry,
     Options,
+    by_scale,
     clear_tail,
     default_tile_kv,
     finish,
@@ -32,10 +33,13 @@ from jaxrunner.pallas.attention_mosaic import (
     store_rows,
     value_offset,
     visible,
+    widen,
 )
-from jaxrunner.state.kv_cache import KEY
+from jaxrunner.state.kv_cache import KEY, VALUE
 
 STAGES = 2
+REGISTERS = {False: (232, 40), True: (224, 56)}
+"""Of a thread that computes and of one that copies, without and with tiles to widen."""
 COMPUTE = 2
 """Computing warpgroups of a CTA."""
 
@@ -53,6 +57,11 @@ def work_list(query_start_loc: jax.Array, num_tokens: int, tokens: int) -> tuple
     return request, (tile - first[request]) * tokens
 
 
+def default_stages(geometry: Geometry) -> int:
+    """Two tiles in flight, where shared memory has room for them beside the float8 tiles that they are widened from."""
+    return 1 if geometry.float8 and geometry.head_dim > 192 else STAGES
+
+
 def ragged_attention(
     q: jax.Array,
     blocks: jax.Array,
@@ -65,12 +74,13 @@ def ragged_attention(
     sinks: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
     tile_kv: int | None = None,
-    stages: int = STAGES,
+    stages: int | None = None,
     ping_pong: bool = True,
 ) -> jax.Array:
     """See `attention` for the arguments and the result.
 
-    tile_kv: keys of a tile, a multiple of 64. stages: tiles in flight. ping_pong: the computing warpgroups take turns.
+    tile_kv: keys of a tile, a multiple of 64. stages: tiles in flight. Both are by default chosen from the shapes.
+    ping_pong: the computing warpgroups take turns.
     Raises ImplementationError where the kernel cannot run or take this case.
     """
     refuse(q, blocks, scale, soft_cap)
@@ -78,7 +88,8 @@ def ragged_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, block_size, num_kv_heads = blocks.shape[2:5]
     tile_kv = tile_kv or default_tile_kv(head_dim, prefill=True)
-    geometry = Geometry(num_heads, num_kv_heads, head_dim, block_size, num_blocks, tile_kv, blocks.dtype)
+    geometry = Geometry(num_heads, num_kv_heads, head_dim, block_size, num_blocks, tile_kv, blocks.dtype, q.dtype)
+    stages = stages or default_stages(geometry)
     batch = metadata.block_table.shape[0]
     tokens, head_tiles = geometry.tokens, num_kv_heads * geometry.head_tiles
     tile_request, tile_offset = work_list(metadata.query_start_loc, num_tokens, COMPUTE * tokens)
@@ -87,7 +98,11 @@ def ragged_attention(
     factor = options.factor
 
     def attention_prefill(q_ref, kv_ref, layer_ref, table, seq_lens, starts, requests, offsets, sinks_ref, *refs):
-        out_ref, q_tiles, k_tiles, v_tiles, staging, k_full, v_full, k_free, v_free, turn, *p_tiles = refs
+        scales_ref = None
+        if kv_scales is not None:
+            scales_ref, refs = refs[0], refs[1:]
+        out_ref, q_tiles, k_tiles, v_tiles, staging, k_full, v_full, k_free, v_free, turn, *more = refs
+        raw, p_tiles = (more[:4], more[4:]) if geometry.float8 else ([], more)
         group = lax.axis_index("warpgroup")
         cta = lax.axis_index("cta")
         head, tile = lax.rem(cta, jnp.int32(head_tiles)), num_tiles - 1 - lax.div(cta, jnp.int32(head_tiles))
@@ -128,7 +143,7 @@ def ragged_attention(
                 compat.wait(k_full.at[slot])
                 scores = compat.matmul(q_tile, k_tiles.at[slot].T, before_wait=take_turn)
                 compat.arrive(k_free.at[slot])
-                scores = options.capped(scores)
+                scores = options.capped(by_scale(scores, scales_ref, layer_ref[0], KEY))
                 if masked:
                     mask = visible(scores.shape, geometry, i * tile_kv, position, window)
                     scores = jnp.where(mask, scores, NEG_INF)
@@ -181,9 +196,10 @@ def ragged_attention(
             def put(i, columns, rows):
                 @compat.when(query + i < query_len)
                 def _():
-                    out_ref[start + query + i, head, :, columns] = rows.astype(geometry.dtype)
+                    out_ref[start + query + i, head, :, columns] = rows.astype(geometry.q_dtype)
 
-            store_rows(finish(acc, top, total, sink), stage, geometry, put, tokens)
+            result = by_scale(finish(acc, top, total, sink), scales_ref, layer_ref[0], VALUE)
+            store_rows(result, stage, geometry, put, tokens)
 
         def copy():
             kv_head = lax.div(head, jnp.int32(geometry.head_tiles))
@@ -193,22 +209,57 @@ def ragged_attention(
             if window is not None:
                 first_page = lax.div(jnp.maximum(context + offset - window + 1, 0), jnp.int32(geometry.page))
 
-            @compat.loop(0, count)
-            def _(i):
-                slot = lax.rem(i, jnp.int32(stages))
+            def pages_of(i):
                 page = (first + i) * geometry.pages_of_tile
-                indices = [
+                return [
                     page_index(geometry, base, table, row, jnp.clip(page + j, first_page, last_page))
                     for j in range(geometry.pages_of_tile)
                 ]
-                for tiles, full, free, shift in (
-                    (k_tiles, k_full, k_free, 0),
-                    (v_tiles, v_full, v_free, value_offset(geometry)),
-                ):
-                    compat.when(i >= stages)(functools.partial(compat.wait, free.at[slot]))
-                    for j, index in enumerate(indices):
-                        target = tiles.at[slot, compat.ds(j * geometry.page, geometry.page)]
-                        compat.copy_in(kv_ref.at[index + shift, :, kv_head], target, full.at[slot])
+
+            def fetch(indices, shift, tile, full):
+                for j, index in enumerate(indices):
+                    target = tile.at[compat.ds(j * geometry.page, geometry.page)]
+                    compat.copy_in(kv_ref.at[index + shift, :, kv_head], target, full)
+
+            def stream():
+                @compat.loop(0, count)
+                def _(i):
+                    slot = lax.rem(i, jnp.int32(stages))
+                    indices = pages_of(i)
+                    for tiles, full, free, shift in (
+                        (k_tiles, k_full, k_free, 0),
+                        (v_tiles, v_full, v_free, value_offset(geometry)),
+                    ):
+                        compat.when(i >= stages)(functools.partial(compat.wait, free.at[slot]))
+                        fetch(indices, shift, tiles.at[slot], full.at[slot])
+
+            def stream_and_widen():
+                k_raw, v_raw, k_raw_full, v_raw_full = raw
+                sources = (
+                    (k_raw, k_raw_full, k_tiles, k_full, k_free, 0),
+                    (v_raw, v_raw_full, v_tiles, v_full, v_free, value_offset(geometry)),
+                )
+
+                @compat.when(count > 0)
+                def _():
+                    for tile, there, *_, shift in sources:
+                        fetch(pages_of(0), shift, tile, there)
+
+                @compat.loop(0, count)
+                def _(i):
+                    slot = lax.rem(i, jnp.int32(stages))
+                    for tile, there, tiles, full, free, shift in sources:
+                        compat.wait(there)
+                        compat.when(i >= stages)(functools.partial(compat.wait, free.at[slot]))
+                        widen(tile, tiles.at[slot], geometry)
+                        compat.commit()
+                        compat.arrive(full.at[slot])
+
+                        @compat.when(i + 1 < count)
+                        def _(tile=tile, there=there, shift=shift):
+                            fetch(pages_of(i + 1), shift, tile, there)
+
+            (stream_and_widen if geometry.float8 else stream)()
 
             if compat.interpreted():  # it wants every completion awaited
                 for slot in range(stages):
@@ -220,30 +271,33 @@ def ragged_attention(
 
         @compat.when(group < COMPUTE)
         def _():
-            compat.set_registers(232, "increase")
+            compat.set_registers(REGISTERS[geometry.float8][0], "increase")
             compat.when(live)(compute)
 
         @compat.when(group == COMPUTE)
         def _():
-            compat.set_registers(40, "decrease")
+            compat.set_registers(REGISTERS[geometry.float8][1], "decrease")
             compat.when(live)(copy)
 
     scratch = [
         compat.swizzled_smem((COMPUTE, TILE_ROWS, head_dim), geometry.dtype),
         compat.swizzled_smem((stages, tile_kv, head_dim), geometry.dtype),
         compat.swizzled_smem((stages, tile_kv, head_dim), geometry.dtype),
-        compat.row_major_smem((COMPUTE, TILE_ROWS, geometry.columns), geometry.dtype),
-        compat.barriers(stages, geometry.pages_of_tile),
-        compat.barriers(stages, geometry.pages_of_tile),
+        compat.row_major_smem((COMPUTE, TILE_ROWS, geometry.columns), geometry.q_dtype),
+        compat.barriers(stages, 1 if geometry.float8 else geometry.pages_of_tile),
+        compat.barriers(stages, 1 if geometry.float8 else geometry.pages_of_tile),
         compat.barriers(stages, COMPUTE),
         compat.barriers(stages, COMPUTE),
         compat.barriers(1, COMPUTE),
     ]
+    if geometry.float8:
+        scratch += [compat.swizzled_smem((tile_kv, head_dim), geometry.cache_dtype)] * 2
+        scratch += [compat.barriers(1, geometry.pages_of_tile)] * 2
     if compat.interpreted():
         scratch.append(compat.swizzled_smem((COMPUTE, TILE_ROWS, tile_kv), geometry.dtype))
     out = compat.kernel(
         attention_prefill,
-        out_type=jax.ShapeDtypeStruct((num_tokens, head_tiles, geometry.heads, head_dim), blocks.dtype),
+        out_type=jax.ShapeDtypeStruct((num_tokens, head_tiles, geometry.heads, head_dim), q.dtype),
         scratch_types=scratch,
         grid=(num_tiles * head_tiles,),
         grid_names=("cta",),
@@ -261,5 +315,6 @@ def ragged_attention(
         tile_request,
         tile_offset,
         sink_rows(sinks, geometry),
+        *([] if kv_scales is None else [kv_scales]),
     )
     return out.reshape(q.shape)

@@ -10,13 +10,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxrunner import Bucket, init_state, step
 from jaxrunner.checks import attention_specs as specs
-from jaxrunner.checks.attention_judge import compare, run
-from jaxrunner.errors import NotBuiltError
+from jaxrunner.checks.attention_judge import compare, metadata_of, run
+from jaxrunner.errors import ImplementationError, NotBuiltError
+from jaxrunner.models.model import LayerSpec, Model
+from jaxrunner.models.weights import abstract_weights
 from jaxrunner.pallas import compat
 from jaxrunner.pallas.attention import attention
+from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.pallas.kv_write import kv_write
 from jaxrunner.pallas.rope_kv_write import rope_kv_write
+from jaxrunner.stages.inputs import step_layout
 from tests.oracle import attention as oracle
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
@@ -101,8 +106,6 @@ def test_the_cache_is_neither_copied_nor_widened():
     arrays = spec.build()
     blocks = jnp.zeros((2, 2, 4000, 16, 1, 64), FLOAT8)
     k = jnp.zeros((4, 1, 64))
-    from jaxrunner.checks.attention_judge import metadata_of
-
     metadata = metadata_of(spec, arrays)
 
     def f(blocks, q, k):
@@ -182,6 +185,33 @@ def test_rope_kv_write(shape, norm, dtype):
 
 
 @needs_mosaic
+@pytest.mark.parametrize("spec", [s for s in specs.FLOAT8 if s.interpret], ids=str)
+def test_attention_interpreted(spec):
+    """Decodes by shares of the keys too, which a second kernel combines."""
+    arrays = spec.build(seed=1)
+    f = functools.partial(attention, implementation="mosaic")
+    if spec.query_len is not None:
+        from jaxrunner.pallas.attention_decode_mosaic import decode_attention
+
+        f = functools.partial(decode_attention, num_splits=2, min_tiles=1)
+    with compat.interpreting():
+        result = run(spec, arrays, f)
+    check(spec, arrays, result)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("query_len", [1, None])
+def test_attention_has_no_races(query_len):
+    make = specs.decode if query_len else specs.ragged
+    lens = (200,) if query_len else ((5, 300),)
+    spec = make("races", lens, num_heads=2, num_kv_heads=1, **specs.FP8)
+    arrays = spec.build()
+    with compat.interpreting(detect_races=True):
+        result = run(spec, arrays, functools.partial(attention, implementation="mosaic"))
+    check(spec, arrays, result)
+
+
+@needs_mosaic
 @pytest.mark.parametrize("heads", [(2, 64), (3, 64), (4, 80)])
 def test_kv_write_interpreted(heads):
     args = arguments(heads, 6)
@@ -242,6 +272,99 @@ def test_writes_lower_to_one_kernel_in_place(model, tokens):
         return rope_kv_write(qkv, blocks, layer, slots, rope, kv_scales=scales, implementation="mosaic")
 
     assert_in_place(compat.lower_for_cuda(rotate, qkv, cache, layer, slots, rope, scales).as_text())
+
+
+OPTIONS = {"Gemma-2-2B": {"soft_cap": 50.0, "window": 4096}, "SmolLM2-135M": {"sinks": True}}
+
+
+@needs_mosaic
+@every_model
+@pytest.mark.parametrize(("query_len", "kernels"), [(1, 2), (4, 2), (None, 1)])
+def test_attention_lowers_to_kernels_that_read_the_cache_in_place(model, query_len, kernels):
+    heads, _, head_dim = MODELS[model]
+    options = {"scale": head_dim**-0.5, **OPTIONS.get(model, {})}
+    tokens = 16 * query_len if query_len else 512
+    _, cache, layer, _, _, scales = abstract(model, tokens)
+    ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((17,), (16,), (), (16, 512), (tokens,))]
+    sinks = jax.ShapeDtypeStruct((heads,), jnp.float32) if options.pop("sinks", False) else None
+    q = jax.ShapeDtypeStruct((tokens, heads, head_dim), jnp.bfloat16)
+
+    def f(q, blocks, layer, metadata, scales, sinks):
+        metadata = AttentionMetadata(*metadata, query_len=query_len)
+        options_of_call = {**options, "sinks": sinks, "kv_scales": scales, "implementation": "mosaic"}
+        return attention(q, blocks, layer, metadata, **options_of_call)
+
+    text = compat.lower_for_cuda(f, q, cache, layer, ints, scales, sinks).as_text()
+    assert text.count(f"custom_call @{compat.CUSTOM_CALL}") == kernels
+    assert "dynamic_gather" not in text
+    shape = "x".join(map(str, cache.shape))
+    assert f"-> tensor<{shape}x" not in text
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("bucket", "kernels"),
+    [(Bucket("decode", 256, 256), ["attention_decode"]), (Bucket("mixed", 64, 5, 64), [])],
+    ids=str,
+)
+def test_a_step_lowers_with_kernels_that_write_and_read_the_cache(bucket, kernels):
+    """Through the model and the state: two kernels a layer, none of XLA's writes, the scales an operand."""
+    layers = (LayerSpec(), LayerSpec())
+    sizes = {"max_position_embeddings": 512, "dtype": "bfloat16"}
+    model = Model("LlamaForCausalLM", 512, 256, 512, 8, 8, 128, layers, **sizes)
+    state = jax.eval_shape(
+        lambda: init_state(model, max_requests=256, max_model_len=256, num_blocks=640, kv_cache_dtype="fp8")
+    )
+    upload = jax.ShapeDtypeStruct((step_layout(bucket, state.tables.groups, 0).size,), jnp.int32)
+    f = functools.partial(step, model, bucket=bucket, implementation="mosaic")
+    text = compat.lower_for_cuda(f, abstract_weights(model), state, upload).as_text()
+    shape = "x".join(map(str, state.kv.blocks[0].shape))
+    assert not [line for line in text.splitlines() if "scatter" in line and f"{shape}xf8" in line]
+    for name in ("rope_kv_write", *(kernels or ["attention_prefill"])):
+        assert name in text
+
+
+@needs_mosaic
+def test_a_head_that_no_swizzle_fits_is_refused_by_name_and_left_to_xla():
+    spec = next(s for s in specs.FLOAT8 if s.head_dim == 80)
+    arrays = spec.build()
+    reason = "over float8 it needs a head size that is a multiple of 32, not 80"
+    with pytest.raises(ImplementationError, match=reason), compat.interpreting():
+        run(spec, arrays, functools.partial(attention, implementation="mosaic"))
+    check(spec, arrays, run(spec, arrays, attention))
+
+
+ON_MOSAIC = [s for s in specs.FLOAT8 if s.head_dim % 32 == 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ON_MOSAIC, ids=str)
+@pytest.mark.parametrize("splits", [None, 1, 5])
+def test_attention_on_the_gpu(spec, splits):
+    if splits is not None and spec.query_len is None:
+        pytest.skip("only decodes are split")
+    f = functools.partial(attention, implementation="mosaic")
+    if splits is not None:
+        from jaxrunner.pallas.attention_decode_mosaic import decode_attention
+
+        f = functools.partial(decode_attention, num_splits=splits, min_tiles=1)
+    arrays = spec.build(seed=2)
+    check(spec, arrays, run(spec, arrays, f))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_attention_on_the_gpu_on_random_batches(seed):
+    spec = specs.dataclasses.replace(specs.random_spec(seed), **specs.FP8)
+    arrays = spec.build(seed)
+    check(spec, arrays, run(spec, arrays, functools.partial(attention, implementation="mosaic")))
+
+
+@pytest.mark.gpu
+@every_spec
+def test_xla_attention_on_the_gpu(spec):
+    arrays = spec.build(seed=3)
+    check(spec, arrays, run(spec, arrays, functools.partial(attention, implementation="xla")))
 
 
 @pytest.mark.gpu
