@@ -468,4 +468,43 @@ ROW_FIELDS = (
     ),
 )
 
-MUTATIONS: tuple[Mutation, ...] = PADDING + RANDOMNESS + ROW_FIELDS
+FLOAT8_SPECS = "tests/pallas/test_float8.py::test_attention[xla-None-fp8 {}]"
+FLOAT8 = (
+    Mutation(
+        "kv_write: float8 overflows to NaN",
+        "pallas/kv_write.py",
+        "jnp.clip(scaled, -FLOAT8_MAX, FLOAT8_MAX).astype(FLOAT8)",
+        "scaled.astype(FLOAT8)",
+        ("tests/pallas/test_float8.py::test_written_values_saturate_and_the_rest_keeps_its_bits[bfloat16-heads0]",),
+    ),
+    Mutation(
+        "kv_write: float8 is stored times its scale",
+        "pallas/kv_write.py",
+        "rows.astype(jnp.float32) * (1.0 / scale)",
+        "rows.astype(jnp.float32) * scale",
+        ("tests/pallas/test_float8.py::test_written_values_saturate_and_the_rest_keeps_its_bits[bfloat16-heads0]",),
+    ),
+    Mutation(
+        "attention: values in float8 keep their scale",
+        "pallas/attention.py",
+        "scale * kv_scales[layer, KEY], kv_scales[layer, VALUE]",
+        "scale * kv_scales[layer, KEY], 1.0",
+        (FLOAT8_SPECS.format("decode"), FLOAT8_SPECS.format("ragged")),
+    ),
+    Mutation(
+        "attention: keys in float8 keep their scale",
+        "pallas/attention.py",
+        "scale * kv_scales[layer, KEY], kv_scales[layer, VALUE]",
+        "scale, kv_scales[layer, VALUE]",
+        (FLOAT8_SPECS.format("decode"), FLOAT8_SPECS.format("ragged")),
+    ),
+    Mutation(
+        "a write of float8 blocks goes past the last one",
+        "state/kv_scatter.py",
+        "live = index < size",
+        "live = index <= size",
+        ("tests/engine/test_float8_cache.py::test_blocks_are_zeroed_and_copied_by_their_bits",),
+    ),
+)
+
+MUTATIONS: tuple[Mutation, ...] = PADDING + RANDOMNESS + ROW_FIELDS + FLOAT8
