@@ -46,6 +46,8 @@ from jaxrunner.pallas.kv_write import kv_write_xla  # noqa: E402
 from jaxrunner.pallas.kv_write_mosaic import kv_write_mosaic  # noqa: E402
 from jaxrunner.pallas.rope_kv_write import rope_kv_write_xla  # noqa: E402
 from jaxrunner.pallas.rope_kv_write_mosaic import rope_kv_write_mosaic  # noqa: E402
+from jaxrunner.state.kv_dtype import FLOAT8 as FLOAT8_E4M3  # noqa: E402
+from jaxrunner.state.kv_dtype import to_bytes  # noqa: E402
 from tests.oracle import attention as oracle  # noqa: E402
 
 READ_TB_S, MATMUL_TFLOP_S = 4.6, 818.0
@@ -161,8 +163,8 @@ def cache() -> jax.Array:
 
 @functools.cache
 def float8_cache() -> jax.Array:
-    """The same numbers in float8_e4m3fn."""
-    return jax.jit(lambda blocks: blocks.astype(jnp.float8_e4m3fn))(cache())
+    """The bytes of the same numbers in float8_e4m3fn."""
+    return jax.jit(lambda blocks: to_bytes(blocks.astype(FLOAT8_E4M3)))(cache())
 
 
 def metadata_of(case: Case) -> list[AttentionMetadata]:

@@ -22,7 +22,6 @@ from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.state.alive import check_alive
 from jaxrunner.state.block_tables import NULL_BLOCK, KVGroup
 from jaxrunner.state.fields import REQUEST_COLUMN, SAMPLING_COLUMN, split_seed
-from jaxrunner.state.kv_scatter import write_blocks
 from jaxrunner.state.requests import PARKING_ROW
 from jaxrunner.state.runner_state import RunnerState, host_view
 
@@ -141,7 +140,7 @@ def _fork(state: RunnerState, src: jax.Array, dst: jax.Array, seed: jax.Array | 
     caches = []
     for cache, part in zip(state.kv.blocks, parts, strict=True):
         target = jnp.where(enough[:, None], part.copy_to, cache.shape[2])
-        caches.append(write_blocks(cache, target, cache[:, :, part.copy_from]))
+        caches.append(cache.at[:, :, target].set(cache[:, :, part.copy_from], mode="drop"))
     forked = state.replace(
         requests=jax.tree.map(copied, state.requests),
         tables=tables,

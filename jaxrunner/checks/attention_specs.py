@@ -19,7 +19,7 @@ class AttentionSpec:
 
     query_len: of a uniform decode, else None. batch, num_tokens: sizes after padding, by default without any.
     adversarial: NaN in every key and value that no query sees, and garbage behind the padding of tables and queries.
-    kv_scales: of keys and values: the cache is float8_e4m3fn, and its other layers have other scales.
+    kv_scales: of keys and values: the cache is bytes of float8_e4m3fn, and its other layers have other scales.
     interpret: small enough to be interpreted on a CPU.
     """
 
@@ -92,7 +92,7 @@ class AttentionSpec:
             scales = np.array(self.kv_scales) * (np.arange(self.num_layers)[:, None] - self.layer + 1.0)
             scales = np.where(scales > 0, scales, 3.0).astype(np.float32)
             blocks /= scales[:, :, None, None, None, None]
-            blocks = np.clip(blocks, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+            blocks = np.clip(blocks, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
         return {
             "q": q.astype(dtype),
             "blocks": blocks if scales is not None else blocks.astype(dtype),
@@ -108,7 +108,8 @@ class AttentionSpec:
         scales = arrays["kv_scales"]
         if scales is None:
             return arrays["blocks"]
-        return arrays["blocks"].astype(np.float64) * scales.astype(np.float64)[:, :, None, None, None, None]
+        stored = arrays["blocks"].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        return stored * scales.astype(np.float64)[:, :, None, None, None, None]
 
     def expected(self, arrays: dict[str, Any]) -> np.ndarray:
         return oracle(

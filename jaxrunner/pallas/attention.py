@@ -13,14 +13,14 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 from jaxrunner.pallas import custom_attention
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.pallas.implementation import Implementation, resolve, untried
 from jaxrunner.pallas.kv_write import scales_for
 from jaxrunner.state.kv_cache import KEY, VALUE
-from jaxrunner.state.kv_dtype import FLOAT8
+from jaxrunner.state.kv_dtype import from_bytes
 
 CHUNK_TOKENS = 128
 QUERY_TILE = 64
@@ -29,7 +29,7 @@ NEG_INF = float("-inf")
 
 def attention(
     q: Float[Array, "T H D"],
-    blocks: Float[Array, "L 2 N P KVH D"],
+    blocks: Num[Array, "L 2 N P KVH D"],
     layer: Int32[Array, ""],
     metadata: AttentionMetadata,
     *,
@@ -99,10 +99,7 @@ def _chunk_blocks(width: int, block_size: int) -> int:
 
 def _load(blocks, layer, which, ids):
     """Keys or values of some blocks: ids [..., c] -> [..., c * block_size, KVH, D] in float32."""
-    if blocks.dtype == FLOAT8:
-        # XLA gathers float8 in a wider type. Tied to this turn's ids, the cache is not widened before the loop.
-        blocks, ids = lax.optimization_barrier((blocks, ids))
-    data = blocks[layer, which, ids].astype(jnp.float32)
+    data = from_bytes(blocks[layer, which, ids]).astype(jnp.float32)
     return data.reshape(*ids.shape[:-1], -1, *data.shape[-2:])
 
 

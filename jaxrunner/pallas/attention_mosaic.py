@@ -28,7 +28,7 @@ from jax import lax
 from jaxrunner.errors import ImplementationError
 from jaxrunner.pallas import compat
 from jaxrunner.state.kv_cache import VALUE
-from jaxrunner.state.kv_dtype import FLOAT8
+from jaxrunner.state.kv_dtype import FLOAT8_BYTES, from_bytes, is_float8
 
 TILE_ROWS = 64
 """Rows of the tensor core's matrix tile."""
@@ -75,7 +75,7 @@ class Geometry:
 
     @property
     def float8(self) -> bool:
-        return self.cache_dtype == FLOAT8
+        return self.cache_dtype == FLOAT8_BYTES
 
     @property
     def dtype(self) -> Any:
@@ -124,10 +124,10 @@ class Geometry:
 def reason_against(q: Any, blocks: Any, scale: float, soft_cap: float | None) -> str | None:
     """Why the kernels cannot take this call on any machine, or None."""
     head_dim, block_size = blocks.shape[5], blocks.shape[3]
-    float8 = blocks.dtype == FLOAT8
+    float8 = is_float8(blocks)
     if q.dtype not in DTYPES or (q.dtype != blocks.dtype and not float8):
         return (
-            "it needs queries of bfloat16 or float16 and a cache of their type or of float8_e4m3fn, "
+            "it needs queries of bfloat16 or float16 and a cache of their type or of float8, "
             f"not {q.dtype} and {blocks.dtype}"
         )
     if float8 and head_dim % 32:
@@ -252,7 +252,7 @@ def widen(source: Any, target: Any, geometry: Geometry) -> None:
     for start in range(0, geometry.tile_kv, WIDENED_ROWS):
         rows = compat.ds(start, WIDENED_ROWS)
         value = compat.load(source.at[rows], layout=layout, optimized=False)
-        target[rows] = value.astype(geometry.dtype)
+        target[rows] = from_bytes(value).astype(geometry.dtype)
 
 
 def by_scale(values: jax.Array, scales: Any, layer: Any, which: int) -> jax.Array:

@@ -9,15 +9,16 @@ gradients and for short contexts: take a bucket with few requests.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.state.kv_cache import KEY, VALUE
+from jaxrunner.state.kv_dtype import from_bytes
 
 
 def attention_reference(
     q: Float[Array, "T H D"],
-    blocks: Float[Array, "L 2 N P KVH D"],
+    blocks: Num[Array, "L 2 N P KVH D"],
     layer: Int32[Array, ""],
     metadata: AttentionMetadata,
     *,
@@ -54,7 +55,7 @@ def attention_reference(
     keys, values = (
         jnp.where(
             exists[..., None, None],
-            blocks[layer, which, metadata.block_table]
+            from_bytes(blocks[layer, which, metadata.block_table])
             .reshape(num_requests, -1, num_kv_heads, head_dim)
             .astype(jnp.float32),
             0.0,

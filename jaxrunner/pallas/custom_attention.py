@@ -6,7 +6,8 @@
 
 It is called while a step is traced, once for each kind of layer and bucket, with the arguments of
 `jaxrunner.pallas.attention.attention`, and takes every layer: nothing falls back to a built-in one. Over a float8
-cache it is also given kv_scales. `jaxrunner check-attention module:function` judges it by this package's own specs.
+cache, whose blocks are bytes (`jaxrunner.state.kv_dtype.from_bytes`), it is also given kv_scales. `jaxrunner
+check-attention module:function` judges it by this package's own specs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxrunner.errors import ImplementationError
-from jaxrunner.state.kv_dtype import FLOAT8
+from jaxrunner.state.kv_dtype import is_float8
 
 Implementation = str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]] | None
 
@@ -77,7 +77,7 @@ def resolve(
 def untried(blocks: Any) -> bool:
     """Whether the Mosaic kernels that touch this cache are only for whoever names them: over float8 they have been
     interpreted and lowered, but none has run on a GPU yet."""
-    return blocks.dtype == FLOAT8
+    return is_float8(blocks)
 
 
 def check(implementation: Implementation) -> None:

@@ -7,17 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 from jaxrunner.errors import NotBuiltError
 from jaxrunner.pallas.implementation import Implementation, resolve, untried
 from jaxrunner.state.kv_cache import KEY, VALUE
-from jaxrunner.state.kv_dtype import FLOAT8, FLOAT8_MAX
-from jaxrunner.state.kv_scatter import write_rows
+from jaxrunner.state.kv_dtype import FLOAT8, FLOAT8_MAX, is_float8, to_bytes
 
 
 def kv_write(
-    blocks: Float[Array, "L 2 N P KVH D"],
+    blocks: Num[Array, "L 2 N P KVH D"],
     layer: Int32[Array, ""],
     k: Float[Array, "T KVH D"],
     v: Float[Array, "T KVH D"],
@@ -25,7 +24,7 @@ def kv_write(
     *,
     kv_scales: Float32[Array, "L 2"] | None = None,
     implementation: Implementation = None,
-) -> Float[Array, "L 2 N P KVH D"]:
+) -> Num[Array, "L 2 N P KVH D"]:
     """The cache with row t of k and v written at slot_mapping[t] of `layer`; negative slots write nothing.
 
     blocks: one KV-cache group, see `KVCache`. layer: index inside the group. The slot is split into (block, offset):
@@ -50,14 +49,14 @@ def kv_write_xla(blocks, layer, k, v, slot_mapping, *, kv_scales=None):
     block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
     offset = slot_mapping % block_size
     for which, rows in ((KEY, k), (VALUE, v)):
-        rows = rows.astype(blocks.dtype) if kv_scales is None else quantised(rows, kv_scales[layer, which])
-        blocks = write_rows(blocks, layer, which, block, offset, rows)
+        rows = rows.astype(blocks.dtype) if kv_scales is None else to_bytes(quantised(rows, kv_scales[layer, which]))
+        blocks = blocks.at[layer, which, block, offset].set(rows, mode="drop")
     return blocks
 
 
 @jax.custom_jvp
 def quantised(rows: jax.Array, scale: jax.Array) -> jax.Array:
-    """What a float8 cache stores for `rows`: rows * (1 / scale) in float32, kept within +-448, then rounded."""
+    """What a float8 cache stores for `rows`, as numbers: rows * (1 / scale) in float32, clipped to +-448, rounded."""
     scaled = rows.astype(jnp.float32) * (1.0 / scale)
     return jnp.clip(scaled, -FLOAT8_MAX, FLOAT8_MAX).astype(FLOAT8)
 
@@ -72,8 +71,8 @@ def scales_for(blocks: Any, kv_scales: Any) -> Any:
 
     Raises ValueError for scales of a cache that is not float8, which would be ignored.
     """
-    if blocks.dtype != FLOAT8:
+    if not is_float8(blocks):
         if kv_scales is not None:
-            raise ValueError(f"kv_scales are for a float8_e4m3fn cache, not for one of {blocks.dtype}")
+            raise ValueError(f"kv_scales are for a float8 cache (bytes as uint8), not for one of {blocks.dtype}")
         return None
     return jnp.ones((blocks.shape[0], 2), jnp.float32) if kv_scales is None else kv_scales

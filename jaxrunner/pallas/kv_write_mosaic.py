@@ -11,15 +11,15 @@ from jax import lax
 from jaxrunner.errors import ImplementationError
 from jaxrunner.pallas import compat
 from jaxrunner.state.kv_cache import KEY, VALUE
-from jaxrunner.state.kv_dtype import FLOAT8, FLOAT8_MAX
+from jaxrunner.state.kv_dtype import FLOAT8, FLOAT8_MAX, to_bytes
 
 TOKENS_PER_CTA = 1
 
 
 def float8(rows: jax.Array, inverse: jax.Array, layout: Any) -> jax.Array:
-    """`kv_write.quantised` inside of a kernel. rows: in `layout`. inverse: 1 / scale, a float32 scalar."""
+    """Bytes of `kv_write.quantised`, inside of a kernel. rows: in `layout`. inverse: 1 / scale, a float32 scalar."""
     scaled = rows.astype(jnp.float32) * compat.repeated(inverse, rows.shape, layout)
-    return jnp.minimum(jnp.maximum(scaled, -FLOAT8_MAX), FLOAT8_MAX).astype(FLOAT8)
+    return to_bytes(jnp.minimum(jnp.maximum(scaled, -FLOAT8_MAX), FLOAT8_MAX).astype(FLOAT8))
 
 
 def reason_against(blocks: Any) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 from jaxrunner.models.layers import apply_rope, rms_norm
 from jaxrunner.pallas.implementation import Implementation, resolve, untried
@@ -15,7 +15,7 @@ from jaxrunner.pallas.kv_write import kv_write_xla, scales_for
 
 def rope_kv_write(
     qkv: Float[Array, "T N D"],
-    blocks: Float[Array, "L 2 B P KVH D"],
+    blocks: Num[Array, "L 2 B P KVH D"],
     layer: Int32[Array, ""],
     slot_mapping: Int32[Array, "T"],
     rope: tuple[Float32[Array, "T F"], Float32[Array, "T F"]] | None,
@@ -25,7 +25,7 @@ def rope_kv_write(
     eps: float = 1e-6,
     kv_scales: Float32[Array, "L 2"] | None = None,
     implementation: Implementation = None,
-) -> tuple[Float[Array, "T H D"], Float[Array, "L 2 B P KVH D"]]:
+) -> tuple[Float[Array, "T H D"], Num[Array, "L 2 B P KVH D"]]:
     """(queries ready for attention, the cache with the step's keys and values written).
 
     qkv: heads of the fused projection, first all of q, then KVH of k, then KVH of v (N = H + 2 * KVH). They are taken

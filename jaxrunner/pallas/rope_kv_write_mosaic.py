@@ -18,7 +18,7 @@ from jaxrunner.errors import ImplementationError
 from jaxrunner.pallas import compat
 from jaxrunner.pallas.kv_write_mosaic import float8
 from jaxrunner.state.kv_cache import KEY, VALUE
-from jaxrunner.state.kv_dtype import FLOAT8
+from jaxrunner.state.kv_dtype import FLOAT8_BYTES
 
 MAX_HEADS_OF_PIECE = 8
 MANY_TOKENS = 512
@@ -27,9 +27,9 @@ MANY_TOKENS = 512
 
 def reason_against(qkv: Any, blocks: Any) -> str | None:
     """Why the kernel cannot take these arrays on any machine, or None."""
-    if qkv.dtype not in (jnp.bfloat16, jnp.float16) or blocks.dtype not in (qkv.dtype, FLOAT8):
+    if qkv.dtype not in (jnp.bfloat16, jnp.float16) or blocks.dtype not in (qkv.dtype, FLOAT8_BYTES):
         return (
-            "it needs a projection of bfloat16 or float16 and a cache of its type or of float8_e4m3fn, "
+            "it needs a projection of bfloat16 or float16 and a cache of its type or of float8, "
             f"not {qkv.dtype} and {blocks.dtype}"
         )
     if blocks.shape[5] % 16:

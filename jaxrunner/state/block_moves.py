@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxrunner.errors import AdmissionError
 from jaxrunner.state.codec import Layout
-from jaxrunner.state.kv_scatter import write_blocks
 from jaxrunner.state.runner_state import RunnerState
 
 MOVES_PER_CALL = 64
@@ -59,8 +58,8 @@ def apply_moves(state: RunnerState, packed: jax.Array) -> RunnerState:
     for cache in state.kv.blocks:
         out_of_range = cache.shape[2]
         zero = jnp.where(index < part["num_zero"], part["zero"], out_of_range)
-        cache = write_blocks(cache, zero, jnp.zeros((), cache.dtype))
+        cache = cache.at[:, :, zero].set(0, mode="drop")
         moved = cache[:, :, jnp.where(index < part["num_copy"], part["src"], 0)]
         dst = jnp.where(index < part["num_copy"], part["dst"], out_of_range)
-        blocks.append(write_blocks(cache, dst, moved))
+        blocks.append(cache.at[:, :, dst].set(moved, mode="drop"))
     return state.replace(kv=state.kv.replace(blocks=tuple(blocks)))

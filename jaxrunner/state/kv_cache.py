@@ -15,7 +15,8 @@ KEY, VALUE = 0, 1
 
 class KVCache(struct.PyTreeNode):
     """blocks: per group [layers of the group, 2, num_blocks, block_size, num_kv_heads, head_dim].
-    scales: of a float8 cache f32[layers of the group, 2] per group, see `kv_scales`; empty for any other type.
+    An fp8 cache holds the bytes of float8_e4m3fn as uint8 (see `kv_dtype.FLOAT8_BYTES`; `from_bytes` reads them).
+    scales: of an fp8 cache f32[layers of the group, 2] per group, see `kv_scales`; empty for any other type.
     """
 
     blocks: tuple[jax.Array, ...]

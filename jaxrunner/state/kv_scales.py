@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrunner.errors import AdmissionError
 from jaxrunner.state.block_tables import KVGroup
-from jaxrunner.state.kv_dtype import FLOAT8
+from jaxrunner.state.kv_dtype import FLOAT8_BYTES
 
 if TYPE_CHECKING:
     from jaxrunner.state.runner_state import RunnerState
@@ -71,7 +71,7 @@ def initial_scales(
 
     Raises AdmissionError for scales that cannot be used, or that a cache of another type was to have.
     """
-    if dtype != FLOAT8:
+    if dtype != FLOAT8_BYTES:
         if kv_scales is not None:
             raise AdmissionError(
                 f"kv_scales are for a float8 cache, and this one is {dtype}; ask for kv_cache_dtype='fp8'"

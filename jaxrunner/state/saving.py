@@ -24,6 +24,7 @@ from jaxrunner.models.safetensors_file import DTYPES, SafetensorsFile
 from jaxrunner.state.alive import check_alive
 from jaxrunner.state.block_tables import KVGroup
 from jaxrunner.state.fields import RECORD_FIELDS
+from jaxrunner.state.kv_dtype import FLOAT8, FLOAT8_BYTES
 from jaxrunner.state.kv_dtype import NAMES as CACHE_DTYPES
 from jaxrunner.state.runner_state import RunnerState, host_view, init_state
 
@@ -186,10 +187,13 @@ def _template(path: Path, file: SafetensorsFile, metadata: Mapping[str, str], mo
 
 
 def _cache_dtype(path: Path, file: SafetensorsFile, cache: str) -> str:
-    name = file.dtype(cache).name
-    if name not in CACHE_DTYPES:
-        raise CheckpointError(f"{path}: {cache} is {name}, and no KV cache is stored so")
-    return name
+    """The `kv_cache_dtype` of a file's cache."""
+    dtype = file.dtype(cache)
+    if dtype == FLOAT8_BYTES:
+        return "fp8"
+    if dtype.name not in CACHE_DTYPES or dtype == FLOAT8:
+        raise CheckpointError(f"{path}: {cache} is {dtype}, and no KV cache is stored so")
+    return dtype.name
 
 
 def _shape_in(file: SafetensorsFile, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
