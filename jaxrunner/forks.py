@@ -21,12 +21,10 @@ from jaxrunner.device_memory import free_device_bytes
 from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.state.alive import check_alive
 from jaxrunner.state.block_tables import NULL_BLOCK, KVGroup
-from jaxrunner.state.fields import REQUEST_COLUMN, SAMPLING_COLUMN, split_seed
+from jaxrunner.state.fields import NUM_COMPUTED, SAMPLING_COLUMN, TOTAL_LEN, split_seed
 from jaxrunner.state.requests import PARKING_ROW
 from jaxrunner.state.runner_state import RunnerState, host_view
 
-NUM_COMPUTED = REQUEST_COLUMN["num_computed_tokens"]
-TOTAL_LEN = REQUEST_COLUMN["total_len"]
 SEED = slice(SAMPLING_COLUMN["seed_lo"], SAMPLING_COLUMN["seed_hi"] + 1)
 Rows = int | Sequence[int] | np.ndarray | jax.Array
 logger = logging.getLogger("jaxrunner")

@@ -63,8 +63,8 @@ def _load(path: Path, dtype: str, layout: Layout) -> tuple[Model, dict[str, Any]
         return model, gguf_loader.load_weights(model, file), tokenizer
     config, generation = read_json(path / "config.json"), read_generation_config(path)
     model, tokenizer = _described(config, generation, Tokenizer.from_directory(path), dtype, layout)
-    weights = safetensors_loader.load_weights(model, path)
-    return model.replace(kv_scales=safetensors_loader.load_kv_scales(model, path)), weights, tokenizer
+    model = model.replace(kv_scales=safetensors_loader.load_kv_scales(model, path))
+    return model, safetensors_loader.load_weights(model, path), tokenizer
 
 
 def _described(

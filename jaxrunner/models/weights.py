@@ -172,7 +172,7 @@ def build_weights(model: Model, read: Callable[[str], np.ndarray]) -> dict[str, 
         buffer = np.empty(spec.shape, dtype) if host is None else host.empty(spec.shape)
         for part in spec.parts():
             np.copyto(buffer[part.place], read(part.hf_name), casting="unsafe")
-        return jnp.asarray(buffer) if host is None else jax.device_put(buffer, may_alias=True)
+        return jax.device_put(buffer, may_alias=True)
 
     return jax.tree.map(build, table)
 

@@ -61,8 +61,11 @@ def tiles_of_share(tiles: jax.Array, ctas: int, splits: int, min_tiles: int) -> 
     """i32[1], most tiles of one share. tiles: i32[B], key tiles of each request. ctas: row tiles of a request.
 
     CTAs run in rounds of CTAS_OF_GPU and take as long as their tiles, so the best number of shares is seldom the
-    largest: of 1..splits shares of the longest request, the one whose rounds end first.
+    largest: of 1..splits shares of the longest request, the one whose rounds end first. Where a request has one share
+    at most, any number will do.
     """
+    if splits == 1:
+        return jnp.ones(1, jnp.int32)
     shares = jnp.arange(1, splits + 1, dtype=jnp.int32)
     each = jnp.maximum(-(-tiles.max() // shares), min_tiles)
     number = jnp.maximum(ctas * (-(-tiles // each[:, None])).sum(axis=1), 1)

@@ -25,8 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrunner.errors import ImplementationError
-from jaxrunner.pallas import compat
+from jaxrunner.pallas import compat, implementation
 from jaxrunner.state.kv_cache import VALUE
 from jaxrunner.state.kv_dtype import FLOAT8_BYTES, from_bytes, is_float8
 
@@ -145,10 +144,9 @@ def reason_against(q: Any, blocks: Any, scale: float, soft_cap: float | None) ->
 
 def refuse(q: Any, blocks: Any, scale: float, soft_cap: float | None) -> None:
     """Raises ImplementationError with the reason where the kernels cannot run or take this call."""
-    if reason := compat.tensor_core_refusal():
-        raise ImplementationError(f"attention: the mosaic implementation cannot run here: {reason}")
-    if reason := reason_against(q, blocks, scale, soft_cap):
-        raise ImplementationError(f"attention: the mosaic implementation cannot take this case: {reason}")
+    implementation.refuse(
+        "attention", "mosaic", compat.tensor_core_refusal(), reason_against(q, blocks, scale, soft_cap)
+    )
 
 
 def default_tile_kv(head_dim: int, *, prefill: bool) -> int:

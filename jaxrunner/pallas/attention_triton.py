@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.errors import ImplementationError
-from jaxrunner.pallas import triton_compat
+from jaxrunner.pallas import implementation, triton_compat
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 
 KERNELS = "jaxrunner.pallas.attention_triton_kernels"
@@ -142,10 +141,7 @@ def reason_against(q: Any, blocks: Any, soft_cap: float | None) -> str | None:
 
 def refuse(q: Any, blocks: Any, soft_cap: float | None) -> None:
     """Raises ImplementationError with the reason where the kernels cannot run or take this call."""
-    if reason := triton_compat.refusal():
-        raise ImplementationError(f"attention: the triton implementation cannot run here: {reason}")
-    if reason := reason_against(q, blocks, soft_cap):
-        raise ImplementationError(f"attention: the triton implementation cannot take this case: {reason}")
+    implementation.refuse("attention", "triton", triton_compat.refusal(), reason_against(q, blocks, soft_cap))
 
 
 def default_sizes(dtype: Any, head_dim: int, group: int, query_len: int | None, *, small: bool) -> Sizes:

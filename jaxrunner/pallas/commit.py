@@ -9,12 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxrunner.pallas.implementation import Implementation, resolve
-from jaxrunner.state.fields import REQUEST_COLUMN
+from jaxrunner.state.fields import LAST_SAMPLED, NUM_COMPUTED, TOTAL_LEN
 from jaxrunner.state.requests import PARKING_ROW
-
-TOTAL_LEN = REQUEST_COLUMN["total_len"]
-NUM_COMPUTED = REQUEST_COLUMN["num_computed_tokens"]
-LAST_SAMPLED = REQUEST_COLUMN["last_sampled_token"]
 
 
 def commit_rows(

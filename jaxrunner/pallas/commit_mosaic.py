@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrunner.pallas import compat
-from jaxrunner.pallas.commit import LAST_SAMPLED, NUM_COMPUTED, TOTAL_LEN
+from jaxrunner.state.fields import LAST_SAMPLED, NUM_COMPUTED, TOTAL_LEN
 from jaxrunner.state.requests import PARKING_ROW
 
 

@@ -58,10 +58,8 @@ def refusal() -> str | None:
             f"the backend is {jax.default_backend()!r}, not 'gpu'. Use implementation='xla', or run it under "
             "jaxrunner.pallas.compat.interpreting() or lower_for_cuda() to test it without a GPU"
         )
-    capability = str(getattr(jax.devices()[0], "compute_capability", "none"))
-    parts = capability.split(".")
-    if not all(part.isdigit() for part in parts) or tuple(map(int, parts)) < MINIMUM_COMPUTE_CAPABILITY:
-        return f"it needs compute capability 9.0 (Hopper) or newer, this GPU has {capability}"
+    if capability() < MINIMUM_COMPUTE_CAPABILITY:
+        return f"it needs compute capability 9.0 (Hopper) or newer, this GPU has {_capability_text()}"
     return None
 
 
@@ -69,10 +67,19 @@ def tensor_core_refusal() -> str | None:
     """Why a kernel with the tensor core instructions of Hopper cannot be traced here and now, or None."""
     if (reason := refusal()) or _interpreting.get() or _abstract_gpu():
         return reason
-    capability = str(jax.devices()[0].compute_capability)
-    if capability != "9.0":
-        return f"it uses instructions of compute capability 9.0 (Hopper) only, this GPU has {capability}"
+    if capability() != MINIMUM_COMPUTE_CAPABILITY:
+        return f"it uses instructions of compute capability 9.0 (Hopper) only, this GPU has {_capability_text()}"
     return None
+
+
+def capability() -> tuple[int, ...]:
+    """Compute capability of the default GPU, e.g. (9, 0); empty where it is not NVIDIA's."""
+    parts = _capability_text().split(".")
+    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
+
+
+def _capability_text() -> str:
+    return str(getattr(jax.devices()[0], "compute_capability", "none"))
 
 
 @contextlib.contextmanager

@@ -67,11 +67,17 @@ def resolve(
             return best(op, against_best, triton_reason)
         raise ImplementationError(f"{op} has no implementation {name!r}; it has {', '.join(AVAILABLE[op])}")
     if name in ("mosaic", "triton"):
-        if unavailable := (mosaic_unavailable() if name == "mosaic" else triton_refusal()):
-            raise ImplementationError(f"{op}: the {name} implementation cannot run here: {unavailable}")
-        if against := (reason if name == "mosaic" else triton_reason):
-            raise ImplementationError(f"{op}: the {name} implementation cannot take this case: {against}")
+        mosaic = name == "mosaic"
+        refuse(op, name, mosaic_unavailable() if mosaic else triton_refusal(), reason if mosaic else triton_reason)
     return name
+
+
+def refuse(op: str, name: str, unavailable: str | None, reason: str | None) -> None:
+    """Raises ImplementationError if one is given: why `name` cannot run here, why it cannot take this call."""
+    if unavailable:
+        raise ImplementationError(f"{op}: the {name} implementation cannot run here: {unavailable}")
+    if reason:
+        raise ImplementationError(f"{op}: the {name} implementation cannot take this case: {reason}")
 
 
 def untried(blocks: Any) -> bool:

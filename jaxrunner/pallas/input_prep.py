@@ -17,12 +17,8 @@ from jaxtyping import Array, Int32
 
 from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.pallas.slot_mapping import request_of_token, slot_mapping_xla
-from jaxrunner.state.fields import REQUEST_COLUMN
+from jaxrunner.state.fields import LAST_SAMPLED, NUM_COMPUTED, PREFILL_LEN
 from jaxrunner.state.requests import PARKING_ROW
-
-NUM_COMPUTED = REQUEST_COLUMN["num_computed_tokens"]
-PREFILL_LEN = REQUEST_COLUMN["prefill_len"]
-LAST_SAMPLED = REQUEST_COLUMN["last_sampled_token"]
 
 
 class InputPrep(NamedTuple):

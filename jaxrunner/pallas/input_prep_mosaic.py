@@ -18,9 +18,10 @@ from jax import lax
 
 from jaxrunner.errors import ImplementationError
 from jaxrunner.pallas import compat
-from jaxrunner.pallas.input_prep import LAST_SAMPLED, NUM_COMPUTED, PREFILL_LEN, InputPrep
+from jaxrunner.pallas.input_prep import InputPrep
 from jaxrunner.pallas.slot_mapping_mosaic import default_tokens_per_cta, find_request, requests_of_run
 from jaxrunner.state.block_tables import NULL_BLOCK, PAD_SLOT_ID, TABLE_WIDTH_MULTIPLE
+from jaxrunner.state.fields import LAST_SAMPLED, NUM_COMPUTED, PREFILL_LEN
 from jaxrunner.state.requests import PARKING_ROW
 
 WINDOW = compat.LANES

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrunner.errors import ImplementationError
-from jaxrunner.pallas import compat
+from jaxrunner.pallas import compat, implementation
 from jaxrunner.state.kv_cache import KEY, VALUE
 from jaxrunner.state.kv_dtype import FLOAT8, FLOAT8_MAX, to_bytes
 
@@ -50,8 +49,7 @@ def kv_write_mosaic(
     """
     num_layers, _, num_blocks, block_size, num_kv_heads, head_dim = blocks.shape
     width, num_tokens = num_kv_heads * head_dim, k.shape[0]
-    if reason := reason_against(blocks):
-        raise ImplementationError(f"kv_write: the mosaic implementation cannot take this case: {reason}")
+    implementation.refuse("kv_write", "mosaic", None, reason_against(blocks))
     # A row is one vector; where 128 does not divide it, two that overlap.
     vector = width - width % compat.LANES
     starts = (0,) if vector == width else (0, width - vector)

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrunner.errors import ImplementationError
-from jaxrunner.pallas import compat
+from jaxrunner.pallas import compat, implementation
 from jaxrunner.pallas.kv_write_mosaic import float8
 from jaxrunner.state.kv_cache import KEY, VALUE
 from jaxrunner.state.kv_dtype import FLOAT8_BYTES
@@ -55,8 +54,7 @@ def rope_kv_write_mosaic(
     whole_tokens: one CTA a token instead of one a piece; by default chosen from the number of tokens.
     Raises ImplementationError where Mosaic GPU kernels cannot run or take this case.
     """
-    if reason := reason_against(qkv, blocks):
-        raise ImplementationError(f"rope_kv_write: the mosaic implementation cannot take this case: {reason}")
+    implementation.refuse("rope_kv_write", "mosaic", None, reason_against(qkv, blocks))
     num_tokens, _, head_dim = qkv.shape
     num_layers, _, num_blocks, block_size, num_kv_heads, _ = blocks.shape
     num_heads, half, dtype = qkv.shape[1] - 2 * num_kv_heads, head_dim // 2, qkv.dtype

@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrunner.pallas.compat import capability
+
 MINIMUM_COMPUTE_CAPABILITY = (8, 0)
 INSTALL = "pip install 'jaxrunner[triton]'"
 
@@ -42,15 +44,15 @@ def refusal() -> str | None:
         return reason
     if jax.default_backend() != "gpu":
         return f"the backend is {jax.default_backend()!r}; it needs an NVIDIA GPU and the extra: {INSTALL}"
-    if (capability := _capability()) < MINIMUM_COMPUTE_CAPABILITY:
-        found = jax.devices()[0].compute_capability
-        return f"it needs compute capability 8.0 or newer, this GPU has {found}" if capability else "it needs NVIDIA's"
+    if (found := capability()) < MINIMUM_COMPUTE_CAPABILITY:
+        text = ".".join(map(str, found))
+        return f"it needs compute capability 8.0 or newer, this GPU has {text}" if found else "it needs NVIDIA's"
     return None
 
 
 def small_shared_memory() -> bool:
     """Whether a CTA has about 100 KB of shared memory (8.6, 8.9, 12.x), not 160 or more (8.0, 9.0, 10.x)."""
-    return not interpreting() and _capability() not in ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
+    return not interpreting() and capability() not in ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 
 
 def num_cores() -> int:
@@ -83,12 +85,6 @@ def call(
     return jax_triton.triton_call(
         *args, kernel=function, **{named: out}, grid=grid, num_warps=num_warps, num_stages=num_stages, **constants
     )
-
-
-def _capability() -> tuple[int, ...]:
-    """Of the default GPU; empty where it is not NVIDIA's."""
-    parts = str(getattr(jax.devices()[0], "compute_capability", "none")).split(".")
-    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
 
 def _interpret(kernel: Any, out: Any, grid: tuple[int, ...], constants: dict[str, Any], *args: Any) -> tuple[Any, ...]:

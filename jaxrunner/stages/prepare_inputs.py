@@ -7,10 +7,11 @@ import jax.numpy as jnp
 
 from jaxrunner.compile.buckets import Bucket
 from jaxrunner.pallas.implementation import Implementation
-from jaxrunner.pallas.input_prep import PREFILL_LEN, input_prep
+from jaxrunner.pallas.input_prep import input_prep
 from jaxrunner.stages.apply_diffs import apply_diffs
 from jaxrunner.stages.batch import StepBatch
 from jaxrunner.stages.inputs import StepInput, step_layout
+from jaxrunner.state.fields import PREFILL_LEN
 from jaxrunner.state.requests import PARKING_ROW
 from jaxrunner.state.runner_state import RunnerState
 

@@ -43,6 +43,8 @@ SAMPLING_FIELDS: tuple[Field, ...] = (
 
 REQUEST_COLUMN: dict[str, int] = {f.name: i for i, f in enumerate(REQUEST_FIELDS)}
 SAMPLING_COLUMN: dict[str, int] = {f.name: i for i, f in enumerate(SAMPLING_FIELDS)}
+PREFILL_LEN, TOTAL_LEN = REQUEST_COLUMN["prefill_len"], REQUEST_COLUMN["total_len"]
+NUM_COMPUTED, LAST_SAMPLED = REQUEST_COLUMN["num_computed_tokens"], REQUEST_COLUMN["last_sampled_token"]
 RECORD_FIELDS: tuple[Field, ...] = REQUEST_FIELDS + SAMPLING_FIELDS
 RECORD_WIDTH = len(RECORD_FIELDS)
 

@@ -27,6 +27,17 @@ def check(spec: specs.AttentionSpec, arrays, result: np.ndarray) -> None:
     assert verdict.passed, (verdict.reason, verdict.error)
 
 
+def mosaic(spec: specs.AttentionSpec, splits: int | None = None):
+    """Attention by its public name, or its decode kernel with at most so many shares of the keys."""
+    if splits is None:
+        return functools.partial(attention, implementation="mosaic")
+    if spec.query_len is None:
+        pytest.skip("only decodes are split")
+    from jaxrunner.pallas.attention_decode_mosaic import decode_attention
+
+    return functools.partial(decode_attention, num_splits=splits, min_tiles=1)
+
+
 @every_spec
 @pytest.mark.parametrize("dtype", ["float32", None])
 def test_xla(spec, dtype):
@@ -40,13 +51,8 @@ def test_xla(spec, dtype):
 def test_mosaic_interpreted(spec):
     """By its public name; the decodes also with shares of the keys that a second kernel combines."""
     arrays = spec.build(seed=1)
-    f = functools.partial(attention, implementation="mosaic")
-    if spec.query_len is not None:
-        from jaxrunner.pallas.attention_decode_mosaic import decode_attention
-
-        f = functools.partial(decode_attention, num_splits=2, min_tiles=1)
     with compat.interpreting():
-        result = run(spec, arrays, f)
+        result = run(spec, arrays, mosaic(spec, None if spec.query_len is None else 2))
     check(spec, arrays, result)
 
 
@@ -166,15 +172,8 @@ def test_swizzled_memory_that_is_cut_within_its_period_is_refused(row_major):
 @every_spec
 @pytest.mark.parametrize("splits", [None, 1, 5])
 def test_mosaic_on_the_gpu(spec, splits):
-    if splits is not None and spec.query_len is None:
-        pytest.skip("only decodes are split")
-    f = functools.partial(attention, implementation="mosaic")
-    if splits is not None:
-        from jaxrunner.pallas.attention_decode_mosaic import decode_attention
-
-        f = functools.partial(decode_attention, num_splits=splits, min_tiles=1)
     arrays = spec.build(seed=2)
-    check(spec, arrays, run(spec, arrays, f))
+    check(spec, arrays, run(spec, arrays, mosaic(spec, splits)))
 
 
 @pytest.mark.gpu

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxrunner.pallas import compat
-from jaxrunner.pallas.commit import LAST_SAMPLED, NUM_COMPUTED, TOTAL_LEN, commit_rows
-from jaxrunner.state.fields import REQUEST_FIELDS
+from jaxrunner.pallas.commit import commit_rows
+from jaxrunner.state.fields import LAST_SAMPLED, NUM_COMPUTED, REQUEST_FIELDS, TOTAL_LEN
 
 UNAVAILABLE = compat.unavailable_reason()
 needs_mosaic = pytest.mark.skipif(UNAVAILABLE is not None, reason=f"Mosaic GPU: {UNAVAILABLE}")

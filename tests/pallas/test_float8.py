@@ -13,7 +13,7 @@ import pytest
 
 from jaxrunner import Bucket, init_state, step
 from jaxrunner.checks import attention_specs as specs
-from jaxrunner.checks.attention_judge import compare, metadata_of, run
+from jaxrunner.checks.attention_judge import metadata_of, run
 from jaxrunner.errors import ImplementationError, NotBuiltError
 from jaxrunner.models.model import LayerSpec, Model
 from jaxrunner.models.weights import abstract_weights
@@ -24,16 +24,14 @@ from jaxrunner.pallas.kv_write import kv_write
 from jaxrunner.pallas.rope_kv_write import rope_kv_write
 from jaxrunner.stages.inputs import step_layout
 from tests.oracle import attention as oracle
+from tests.pallas.test_attention import check, mosaic
+from tests.pallas.test_rope_kv_write import SHAPES
+from tests.pallas.test_rope_kv_write import arguments as plain_rope_arguments
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
 UNAVAILABLE = compat.unavailable_reason()
 needs_mosaic = pytest.mark.skipif(UNAVAILABLE is not None, reason=f"Mosaic GPU: {UNAVAILABLE}")
 every_spec = pytest.mark.parametrize("spec", specs.FLOAT8, ids=str)
-
-
-def check(spec, arrays, result) -> None:
-    verdict = compare(spec, arrays, result)
-    assert verdict.passed, (verdict.reason, verdict.error)
 
 
 @every_spec
@@ -129,25 +127,15 @@ def test_no_gradient_passes_the_cache():
         jax.grad(lambda k: kv_write(args[0], args[1], k, *args[3:]).astype(jnp.float32).sum())(args[2])
 
 
-SHAPES = [(4, 2, 64), (9, 3, 64), (4, 1, 128), (2, 2, 80), (3, 3, 96), (8, 4, 256)]
-"""Heads, KV heads, head size."""
 every_shape = pytest.mark.parametrize(("shape", "norm"), [(s, i % 2 == 0) for i, s in enumerate(SHAPES)])
 
 
 def rope_arguments(shape, tokens: int, norm: bool, dtype=ml_dtypes.bfloat16):
     """(positional arguments, named arguments) of `rope_kv_write`; the values are beyond float8's range in places."""
-    heads, kv_heads, head_dim = shape
-    rng = np.random.default_rng(tokens)
-    num_blocks = 2 + -(-tokens // 16)
-    qkv = (rng.standard_normal((tokens, heads + 2 * kv_heads, head_dim)) * 90).astype(dtype)
-    blocks = rng.integers(0, 256, (3, 2, num_blocks, 16, kv_heads, head_dim), np.uint8)
-    slots = rng.permutation(num_blocks * 16)[:tokens].astype(np.int32)
-    slots[1::4] = -1
-    angles = (rng.standard_normal((tokens, head_dim // 2)) * 100).astype(np.float32)
-    named = {"kv_scales": SCALES}
-    if norm:
-        named |= {name: (rng.standard_normal(head_dim) * 200).astype(dtype) for name in ("q_norm", "k_norm")}
-    return (qkv, blocks, np.int32(1), slots, (np.cos(angles), np.sin(angles))), named
+    (qkv, blocks, *rest), norms = plain_rope_arguments(shape, tokens, norm=norm, rope=True, dtype=dtype)
+    blocks = np.random.default_rng(tokens).integers(0, 256, (3, *blocks.shape[1:]), np.uint8)
+    named = {name: (weight.astype(np.float32) * 200).astype(dtype) for name, weight in norms.items()}
+    return ((qkv.astype(np.float32) * 90).astype(dtype), blocks, *rest), named | {"kv_scales": SCALES}
 
 
 def check_rope(args, named, result) -> None:
@@ -194,13 +182,8 @@ def test_rope_kv_write(shape, norm, dtype):
 def test_attention_interpreted(spec):
     """Decodes by shares of the keys too, which a second kernel combines."""
     arrays = spec.build(seed=1)
-    f = functools.partial(attention, implementation="mosaic")
-    if spec.query_len is not None:
-        from jaxrunner.pallas.attention_decode_mosaic import decode_attention
-
-        f = functools.partial(decode_attention, num_splits=2, min_tiles=1)
     with compat.interpreting():
-        result = run(spec, arrays, f)
+        result = run(spec, arrays, mosaic(spec, None if spec.query_len is None else 2))
     check(spec, arrays, result)
 
 
@@ -346,15 +329,8 @@ ON_MOSAIC = [s for s in specs.FLOAT8 if s.head_dim % 32 == 0]
 @pytest.mark.parametrize("spec", ON_MOSAIC, ids=str)
 @pytest.mark.parametrize("splits", [None, 1, 5])
 def test_attention_on_the_gpu(spec, splits):
-    if splits is not None and spec.query_len is None:
-        pytest.skip("only decodes are split")
-    f = functools.partial(attention, implementation="mosaic")
-    if splits is not None:
-        from jaxrunner.pallas.attention_decode_mosaic import decode_attention
-
-        f = functools.partial(decode_attention, num_splits=splits, min_tiles=1)
     arrays = spec.build(seed=2)
-    check(spec, arrays, run(spec, arrays, f))
+    check(spec, arrays, run(spec, arrays, mosaic(spec, splits)))
 
 
 @pytest.mark.gpu
