@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import json
 import math
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxrunner.compile.buckets import TIERS, Bucket, Tier
-from jaxrunner.errors import CapacityError
-from jaxrunner.models.model import Model
-from jaxrunner.stages.inputs import StepInput
+from jaxrunner.errors import AdmissionError, CapacityError
+
+if TYPE_CHECKING:  # a ladder is studied (`jaxrunner.ladder`) where there is no JAX
+    from jaxrunner.models.model import Model
+    from jaxrunner.stages.inputs import StepInput
 
 MAX_EXECUTABLES = 40
 """What a default ladder compiles at most."""
@@ -52,15 +57,16 @@ class Ladder:
         return self.mixed[-1]
 
     @classmethod
-    def default(cls, model: Model, *, max_num_seqs: int = 64, max_num_batched_tokens: int = 2048) -> Ladder:
+    def default(
+        cls, model: Model | None = None, *, max_num_seqs: int = 64, max_num_batched_tokens: int = 2048
+    ) -> Ladder:
         """Powers of two for decodes; halves of the maximum for ragged steps, down to 16 or to a 128th of it, as many
         as MAX_EXECUTABLES allows; and three second halves: for one request, for the root of the maximum and for all.
         """
         del model  # every model of this package takes the same rungs
         tokens = max(max_num_batched_tokens, max_num_seqs)
         decode = geometric(1, max_num_seqs, 2)
-        root = 1 << (((max_num_seqs - 1).bit_length() + 1) // 2)
-        finish = tuple(sorted({1, min(root, max_num_seqs), max_num_seqs}))
+        finish = default_finish(max_num_seqs)
         fused = sum(n <= FUSED_REQS for n in decode)
         others = len(decode) + fused + len(TIERS) * len(finish) + ADMITS_AND_MOVES
         return cls(decode, halves(tokens, max(16, tokens // 128), max(4, MAX_EXECUTABLES - others)), finish)
@@ -74,15 +80,44 @@ class Ladder:
 
     def pick(self, inputs: StepInput) -> Bucket:
         """The smallest bucket that holds `inputs`. Raises CapacityError past the last rung, naming the limit."""
-        if inputs.num_reqs == 0:
+        return self.pick_sizes(inputs.num_reqs, inputs.num_tokens, inputs.uniform_query_len, inputs.tier)
+
+    def pick_sizes(
+        self, num_reqs: int, num_tokens: int, uniform_query_len: int | None, tier: Tier = "greedy"
+    ) -> Bucket:
+        """`pick` for a step of which only the sizes are known, see `StepInput`."""
+        if num_reqs == 0:
             raise CapacityError("a step without tokens has no bucket; apply its admissions and releases alone")
-        if inputs.num_reqs > self.max_num_reqs:
-            raise CapacityError(f"{inputs.num_reqs} requests; this ladder ends at {self.max_num_reqs}")
-        if inputs.uniform_query_len == self.query_len:
-            return self.decode_bucket(_at_least(self.decode, inputs.num_reqs), inputs.tier)
-        if inputs.num_tokens > self.max_num_tokens:
-            raise CapacityError(f"{inputs.num_tokens} tokens; this ladder ends at {self.max_num_tokens}: run a chunk")
-        return self.mixed_bucket(_at_least(self.mixed, inputs.num_tokens), inputs.tier)
+        if num_reqs > self.max_num_reqs:
+            raise CapacityError(f"{num_reqs} requests; this ladder ends at {self.max_num_reqs}")
+        if uniform_query_len == self.query_len:
+            return self.decode_bucket(_at_least(self.decode, num_reqs), tier)
+        if num_tokens > self.max_num_tokens:
+            raise CapacityError(f"{num_tokens} tokens; this ladder ends at {self.max_num_tokens}: run a chunk")
+        return self.mixed_bucket(_at_least(self.mixed, num_tokens), tier)
+
+    def check_holds(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Raises AdmissionError if an engine of these sizes could plan a step that no bucket holds."""
+        if self.max_num_reqs < max_num_seqs or self.max_num_tokens < max_num_batched_tokens:
+            raise AdmissionError(
+                f"the ladder ends at {self.max_num_reqs} requests and {self.max_num_tokens} tokens, the engine runs up "
+                f"to max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}: add these as last "
+                "rungs of decode (and finish) and of mixed, or lower them"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write the ladder as JSON, to be read by `load`."""
+        Path(path).write_text(json.dumps(dataclasses.asdict(self)) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Ladder:
+        """A ladder that `save` wrote (or a person: `{"decode": [1, 8], "mixed": [64, 512], "finish": [8]}`). Raises
+        AdmissionError, naming the file, for anything else."""
+        try:
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise AdmissionError(f"{path} holds no ladder ({error}); Ladder.save writes one") from error
 
     def decode_bucket(self, num_reqs: int, tier: Tier) -> Bucket:
         return Bucket("decode", num_reqs * self.query_len, num_reqs, self.query_len, tier)
@@ -103,6 +138,12 @@ class Ladder:
         """Every bucket that a step can be run in, each once, with the lowest tier: a first half has none."""
         decodes = [self.decode_bucket(n, self.tiers[0]) for n in self.decode]
         return decodes + [self.mixed_bucket(n, self.tiers[0]) for n in self.mixed]
+
+
+def default_finish(max_num_seqs: int) -> tuple[int, ...]:
+    """Rungs of the second half of a step: one request, about the root of the maximum, and all."""
+    root = 1 << (((max_num_seqs - 1).bit_length() + 1) // 2)
+    return tuple(sorted({1, min(root, max_num_seqs), max_num_seqs}))
 
 
 def geometric(first: int, last: int, factor: int) -> tuple[int, ...]:

@@ -1,0 +1,194 @@
+"""What a bucket costs: seconds of a step, seconds to make it and bytes, interpolated from measured buckets."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrunner.errors import AdmissionError
+from jaxrunner.ladder.placement import KINDS, WAYS, Placements, Scheme, place_all
+from jaxrunner.ladder.steps import Steps
+
+MEASURED = "h200-llama3-8b"
+"""The engine of this package on one H200, by `benchmarks/gpu_ladder.py`."""
+PEER = "h200-vllm"
+"""vLLM 0.25.1 on the same kind of GPU and model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A cost over the size of a bucket: measured points, straight lines between them.
+
+    Below the first point the cost is the first one's; past the last the last line goes on, or, with a single point, the
+    cost grows in proportion. A larger bucket never costs less: a point below the one before it is lifted to it.
+    """
+
+    sizes: tuple[int, ...]
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, points: Iterable[tuple[int, float]]) -> Curve:
+        """A curve through (size, value) in any order. Raises AdmissionError for none, two of a size, or negative ones.
+        """
+        ordered = sorted(points)
+        sizes = tuple(int(n) for n, _ in ordered)
+        values = np.array([v for _, v in ordered], np.float64)
+        if not sizes or sizes[0] < 1 or len(set(sizes)) != len(sizes) or not (values >= 0).all():
+            raise AdmissionError(f"a curve needs points of distinct sizes and no negative cost, got {ordered}")
+        return cls(sizes, tuple(np.maximum.accumulate(values).tolist()))
+
+    def __call__(self, size: Any) -> np.ndarray:
+        """f64, of the shape of `size`."""
+        size = np.asarray(size, np.float64)
+        inside = np.interp(size, self.sizes, self.values)
+        if len(self.sizes) == 1:
+            return np.maximum(1.0, size / self.sizes[0]) * self.values[0]
+        slope = (self.values[-1] - self.values[-2]) / (self.sizes[-1] - self.sizes[-2])
+        return inside + slope * np.maximum(0.0, size - self.sizes[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """name: for tables. decode, mixed: cost of a step without the keys that it reads. per_key: cost of a key.
+
+    unit: "s", or "tokens" where nothing was measured and a padded token costs 1. make: seconds to trace and compile an
+    executable of a bucket, code_bytes what it holds, temp_bytes what it needs while it runs; None where they were not
+    measured. other_seconds: of an executable that holds no model (sampling, admission). graph_seconds, graph_bytes: to
+    capture a CUDA graph, and what it holds. once_seconds: paid once, whatever the ladder. rows: what was read.
+    """
+
+    name: str
+    decode: Curve
+    mixed: Curve
+    per_key: float = 0.0
+    unit: str = "s"
+    make: Curve | None = None
+    code_bytes: Curve | None = None
+    temp_bytes: Curve | None = None
+    other_seconds: float = 0.0
+    graph_seconds: float | None = None
+    graph_bytes: float = 0.0
+    once_seconds: float = 0.0
+    rows: tuple[Mapping[str, Any], ...] = ()
+
+    @classmethod
+    def tokens(cls) -> Costs:
+        """A padded token costs 1: for ladders that shall waste as few as possible."""
+        line = Curve((1, 2), (1.0, 2.0))
+        return cls("padded tokens", line, line, unit="tokens")
+
+    @classmethod
+    def load(cls, source: str | Path, *, variant: str | None = None) -> Costs:
+        """Costs from a report of `benchmarks/gpu_ladder.py`, or shipped ones by name (`shipped()`).
+
+        variant: of rows measured in more than one way (`command_buffers`), which; the report's own choice if left out.
+        """
+        path = Path(source)
+        if str(source) in shipped():
+            text = importlib.resources.files(__package__).joinpath("measured", f"{source}.json").read_text("utf-8")
+        elif path.is_file():
+            text = path.read_text(encoding="utf-8")
+        else:
+            raise AdmissionError(f"{source} is no file; shipped measurements are {', '.join(shipped())}")
+        try:
+            report = json.loads(text)
+            return cls.from_rows(report["rows"], report["conditions"], name=path.stem, variant=variant)
+        except (ValueError, KeyError, TypeError) as error:
+            raise AdmissionError(f"{source} holds no measured buckets ({error!r}); see benchmarks/gpu_ladder.py") from error
+
+    @classmethod
+    def from_rows(
+        cls, rows: Iterable[Mapping[str, Any]], conditions: Mapping[str, Any], *, name: str, variant: str | None = None
+    ) -> Costs:
+        """Costs from a benchmark's rows. A measured bucket is a row with `kind`, `size`, `value` in ms and, for a
+        decode, `context`, the keys of a request; it may have `variant`, `make_s`, `code_bytes` and `temp_bytes`. Rows
+        without `kind` are left alone, and so are those that are void or failed.
+
+        conditions: `ns_per_key`, and where they apply `variant` (the default one), `other_s`, `graph_s`, `graph_bytes`
+        and `once_s`.
+        """
+        variant = variant or conditions.get("variant")
+        rows = tuple(rows)
+        buckets = [r for r in rows if r.get("kind") in KINDS and r.get("value") is not None and not r.get("void")]
+        chosen = [r for r in buckets if variant is None or r.get("variant", variant) == variant]
+        if not chosen:
+            known = sorted({str(r["variant"]) for r in buckets if "variant" in r})
+            raise AdmissionError(f"no bucket was measured with variant {variant!r}; there are {known}")
+        per_key = conditions.get("ns_per_key", 0.0) * 1e-9
+        curves = {}
+        for kind in KINDS:
+            points: dict[int, list[float]] = {}
+            for row in chosen:
+                if row["kind"] == kind:
+                    keys = row["size"] * row.get("context", 0) if kind == "decode" else 0
+                    points.setdefault(row["size"], []).append(row["value"] * 1e-3 - per_key * keys)
+            curves[kind] = {size: max(0.0, float(np.mean(values))) for size, values in points.items()}
+        if not curves["decode"] or not curves["mixed"]:
+            raise AdmissionError("measured are buckets of one kind alone; decode and mixed are needed")
+        # A ragged step runs the products of a decode of as many tokens: decodes bound it where it was not measured.
+        smaller = {n: v for n, v in curves["decode"].items() if n < min(curves["mixed"])}
+        return cls(
+            name,
+            Curve.of(curves["decode"].items()),
+            Curve.of((smaller | curves["mixed"]).items()),
+            per_key,
+            make=_curve(chosen, "make_s"),
+            code_bytes=_curve(chosen, "code_bytes"),
+            temp_bytes=_curve(chosen, "temp_bytes"),
+            other_seconds=conditions.get("other_s", 0.0),
+            graph_seconds=conditions.get("graph_s"),
+            graph_bytes=conditions.get("graph_bytes", 0.0),
+            once_seconds=conditions.get("once_s", 0.0),
+            rows=rows,
+        )
+
+    def bucket(self, kind: str, size: Any) -> np.ndarray:
+        """Cost of a step of `size` tokens, without keys. f64, of the shape of `size`."""
+        return (self.decode if kind == "decode" else self.mixed)(size)
+
+    def of_placements(self, placed: Placements, steps: Steps) -> np.ndarray:
+        """Cost of each step, f64[S]. An eager step costs what a bucket of its own size would: no measurement of eager
+        steps is at hand, and they are never faster, so it is a lower bound."""
+        base = np.where(placed.kind == KINDS.index("decode"), self.decode(placed.size), self.mixed(placed.size))
+        return base + self.per_key * steps.context_tokens
+
+    def without_padding(self, scheme: Scheme, steps: Steps) -> np.ndarray:
+        """Cost of each step if its bucket had its very size, f64[S]."""
+        placed = place_all(scheme, steps)
+        return self.of_placements(dataclasses.replace(placed, size=steps.num_tokens), steps)
+
+    def start_up(self, scheme: Scheme) -> tuple[float | None, float | None]:
+        """(seconds to make all that the scheme needs, one after the other; bytes), None where not measured.
+
+        Bytes of executables are their code and the largest temporary alone: only one runs at a time.
+        """
+        made = scheme.start_up()
+        if self.graph_seconds is not None:
+            return self.once_seconds + made.executables * self.graph_seconds, made.executables * self.graph_bytes
+        if self.make is None:
+            return None, None
+        others = (made.executables - len(made.sizes)) * self.other_seconds
+        seconds = float(self.make(made.sizes).sum()) + others + self.once_seconds
+        if self.code_bytes is None or self.temp_bytes is None:
+            return seconds, None
+        return seconds, float(self.code_bytes(made.sizes).sum() + self.temp_bytes(max(made.sizes)))
+
+
+def shipped() -> list[str]:
+    """Names of the measurements that come with the package."""
+    folder = importlib.resources.files(__package__).joinpath("measured")
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def _curve(rows: list[Mapping[str, Any]], field: str) -> Curve | None:
+    points: dict[int, list[float]] = {}
+    for row in rows:
+        if row.get(field) is not None:
+            points.setdefault(row["size"], []).append(row[field])
+    return Curve.of((n, float(np.mean(v))) for n, v in points.items()) if points else None
