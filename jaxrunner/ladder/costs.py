@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrunner.errors import AdmissionError
-from jaxrunner.ladder.placement import KINDS, WAYS, Placements, Scheme, place_all
+from jaxrunner.ladder.placement import KINDS, Placements, Scheme
 from jaxrunner.ladder.steps import Steps
 
 MEASURED = "h200-llama3-8b"
@@ -60,7 +60,8 @@ class Costs:
     unit: "s", or "tokens" where nothing was measured and a padded token costs 1. make: seconds to trace and compile an
     executable of a bucket, code_bytes what it holds, temp_bytes what it needs while it runs; None where they were not
     measured. other_seconds: of an executable that holds no model (sampling, admission). graph_seconds, graph_bytes: to
-    capture a CUDA graph, and what it holds. once_seconds: paid once, whatever the ladder. rows: what was read.
+    capture a CUDA graph, and what it holds. once_seconds: paid once, whatever the ladder. rows,
+    conditions: what was read.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Costs:
     graph_bytes: float = 0.0
     once_seconds: float = 0.0
     rows: tuple[Mapping[str, Any], ...] = ()
+    conditions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def tokens(cls) -> Costs:
@@ -146,7 +148,13 @@ class Costs:
             graph_bytes=conditions.get("graph_bytes", 0.0),
             once_seconds=conditions.get("once_s", 0.0),
             rows=rows,
+            conditions=conditions,
         )
+
+    def bucket_rows(self) -> list[dict[str, Any]]:
+        """The rows of measured buckets, with None where one has no such entry."""
+        entries = ("name", "kind", "size", "context", "value", "make_s", "temp_bytes", "code_bytes")
+        return [{e: row.get(e) for e in entries} for row in self.rows if row.get("kind") in KINDS]
 
     def bucket(self, kind: str, size: Any) -> np.ndarray:
         """Cost of a step of `size` tokens, without keys. f64, of the shape of `size`."""
@@ -158,9 +166,8 @@ class Costs:
         base = np.where(placed.kind == KINDS.index("decode"), self.decode(placed.size), self.mixed(placed.size))
         return base + self.per_key * steps.context_tokens
 
-    def without_padding(self, scheme: Scheme, steps: Steps) -> np.ndarray:
+    def without_padding(self, placed: Placements, steps: Steps) -> np.ndarray:
         """Cost of each step if its bucket had its very size, f64[S]."""
-        placed = place_all(scheme, steps)
         return self.of_placements(dataclasses.replace(placed, size=steps.num_tokens), steps)
 
     def start_up(self, scheme: Scheme) -> tuple[float | None, float | None]:

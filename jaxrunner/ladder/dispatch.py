@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import enum
 import functools
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jaxrunner.errors import AdmissionError
 from jaxrunner.ladder.placement import Placed, StartUp
@@ -110,6 +110,7 @@ class CudaGraphs:
     release: Release = "0.33"
     query_len: int = 1
     num_layers: int = 32
+    made: ClassVar[Literal["captured"]] = "captured"
 
     def __post_init__(self) -> None:
         if self.release not in RELEASES:

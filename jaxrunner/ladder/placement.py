@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,7 +42,13 @@ class StartUp(NamedTuple):
 class Scheme(Protocol):
     """A ladder together with the rule by which a step finds its place in it."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def made(self) -> Literal["compiled", "captured"]:
+        """Whether start-up compiles executables or captures CUDA graphs."""
+        ...
 
     def place(self, num_reqs: int, num_tokens: int, max_query_len: int, num_prefills: int) -> Placed:
         """Where a step of these sizes runs, see `Steps`."""
@@ -61,6 +67,7 @@ class Buckets:
 
     name: str
     ladder: Ladder
+    made: ClassVar[Literal["compiled"]] = "compiled"
 
     def place(self, num_reqs: int, num_tokens: int, max_query_len: int, num_prefills: int) -> Placed:
         uniform = max_query_len if max_query_len * num_reqs == num_tokens else None

@@ -40,7 +40,7 @@ class Limits:
 @dataclasses.dataclass(frozen=True)
 class Served:
     """steps: what ran. step_s: f64[S], seconds of each. first_token_s, finished_s: f64[R], seconds after the arrival of
-    each request."""
+    each request, NaN where the simulation ended before."""
 
     steps: Steps
     step_s: np.ndarray
@@ -48,15 +48,19 @@ class Served:
     finished_s: np.ndarray
 
 
-def serve(trace: Trace, scheme: Scheme, costs: Costs, limits: Limits) -> Served:
-    """Serve the whole trace. costs must be in seconds; requests longer than max_model_len are cut."""
+def serve(trace: Trace, scheme: Scheme, costs: Costs, limits: Limits, *, drain: bool = True) -> Served:
+    """Serve a trace. costs must be in seconds; requests longer than max_model_len are cut.
+
+    drain: go on after the last arrival until everybody is finished. Without it the steps are those under load alone: an
+    engine that nobody asks any more runs ever smaller batches, which say nothing about the load.
+    """
     if costs.unit != "s":
         raise AdmissionError(f"a simulation needs step times, {costs.name!r} counts {costs.unit}")
     trace = trace.limited(max_model_len=limits.max_model_len)
     engine = _Engine(trace, limits)
     seconds = _StepSeconds(scheme, costs)
     clock, rows, times = 0.0, [], []
-    while engine.unfinished:
+    while engine.unfinished and (drain or clock <= trace.arrival_s[-1]):
         if (sizes := engine.plan(clock)) is None:
             clock = engine.next_arrival
             continue
@@ -160,5 +164,5 @@ def _within(counts: np.ndarray, budget: int) -> np.ndarray:
 
 
 def steps_of(source: Trace | Steps, scheme: Scheme, costs: Costs, limits: Limits) -> Steps:
-    """The steps of a trace served by `scheme`; recorded steps as they are."""
-    return source if isinstance(source, Steps) else serve(source, scheme, costs, limits).steps
+    """The steps of a trace while requests arrive, served by `scheme`; recorded steps as they are."""
+    return source if isinstance(source, Steps) else serve(source, scheme, costs, limits, drain=False).steps
