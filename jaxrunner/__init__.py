@@ -41,6 +41,8 @@ _HOMES = {
     "StepOutput": "jaxrunner.stages.sample",
     "Bucket": "jaxrunner.compile.buckets",
     "Ladder": "jaxrunner.compile.ladder",
+    "Trace": "jaxrunner.ladder.traces",
+    "compare": "jaxrunner.ladder.replay",
     "BucketTable": "jaxrunner.compile.table",
     "compiler_options": "jaxrunner.compile.options",
     "DeviceRunner": "jaxrunner.runner.device_runner",

@@ -1,4 +1,4 @@
-"""The command line: `jaxrunner generate`, `score`, `check-attention` and `doctor`.
+"""The command line: `jaxrunner generate`, `score`, `check-attention`, `ladder` and `doctor`.
 
 JAX is imported when a command runs, not before.
 """
@@ -10,6 +10,7 @@ import typer
 from jaxrunner.cli.check_attention import check_attention
 from jaxrunner.cli.doctor import doctor
 from jaxrunner.cli.generate import generate
+from jaxrunner.cli.ladder import app as ladder
 from jaxrunner.cli.score import score
 
 app = typer.Typer(
@@ -22,4 +23,5 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(score)
 app.command()(check_attention)
+app.add_typer(ladder)
 app.command()(doctor)

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxrunner.compile.buckets import TIERS, Bucket, Tier
 from jaxrunner.errors import AdmissionError, CapacityError
@@ -101,8 +101,8 @@ class Ladder:
         if self.max_num_reqs < max_num_seqs or self.max_num_tokens < max_num_batched_tokens:
             raise AdmissionError(
                 f"the ladder ends at {self.max_num_reqs} requests and {self.max_num_tokens} tokens, the engine runs up "
-                f"to max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}: add these as last "
-                "rungs of decode (and finish) and of mixed, or lower them"
+                f"to max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}: add these as the "
+                "last rungs of decode (and finish) and of mixed, or lower them"
             )
 
     def save(self, path: str | Path) -> None:
@@ -114,8 +114,9 @@ class Ladder:
         """A ladder that `save` wrote (or a person: `{"decode": [1, 8], "mixed": [64, 512], "finish": [8]}`). Raises
         AdmissionError, naming the file, for anything else."""
         try:
-            fields = json.loads(Path(path).read_text(encoding="utf-8"))
-            return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+            fields: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+            fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+            return cls(**fields)
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise AdmissionError(f"{path} holds no ladder ({error}); Ladder.save writes one") from error
 

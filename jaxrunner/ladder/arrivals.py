@@ -14,7 +14,7 @@ def poisson(rng: np.random.Generator, rate: float, n: int) -> np.ndarray:
 
 
 def bursty(rng: np.random.Generator, rate: float, n: int, cv: float) -> np.ndarray:
-    """f64[n], seconds: gamma gaps of mean 1 / rate and coefficient of variation `cv`; 1 is Poisson, more is burstier."""
+    """f64[n], seconds: gamma gaps of mean 1 / rate and coefficient of variation `cv`; 1 is Poisson, more is bursty."""
     _check(rate > 0 and n > 0 and cv > 0, f"rate {rate}, n {n} and cv {cv} must be positive")
     return np.cumsum(rng.gamma(1 / cv**2, cv**2 / rate, n))
 

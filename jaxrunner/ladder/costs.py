@@ -34,8 +34,7 @@ class Curve:
 
     @classmethod
     def of(cls, points: Iterable[tuple[int, float]]) -> Curve:
-        """A curve through (size, value) in any order. Raises AdmissionError for none, two of a size, or negative ones.
-        """
+        """A curve through (size, value) in any order. Raises AdmissionError for none, two of a size, or negative ones."""
         ordered = sorted(points)
         sizes = tuple(int(n) for n, _ in ordered)
         values = np.array([v for _, v in ordered], np.float64)
@@ -101,8 +100,10 @@ class Costs:
         try:
             report = json.loads(text)
             return cls.from_rows(report["rows"], report["conditions"], name=path.stem, variant=variant)
+        except AdmissionError:
+            raise
         except (ValueError, KeyError, TypeError) as error:
-            raise AdmissionError(f"{source} holds no measured buckets ({error!r}); see benchmarks/gpu_ladder.py") from error
+            raise AdmissionError(f"{source} is no report of benchmarks/gpu_ladder.py ({error!r})") from error
 
     @classmethod
     def from_rows(

@@ -51,8 +51,7 @@ class Fitted:
 
     @property
     def ladder(self) -> Ladder:
-        """The one of as many buckets as were asked for; an engine takes it (`LLM(ladder=...)`, `DeviceRunner(ladder=...)`).
-        """
+        """The one of as many buckets as were asked for; `LLM(ladder=...)` and `DeviceRunner(ladder=...)` take it."""
         return self.ladders[-1]
 
 
@@ -101,7 +100,7 @@ def fit_capture_sizes(
 
 
 def worthwhile(costs_s: Sequence[float], make_s: Sequence[float], covered_s: float, horizon_s: float) -> int:
-    """How many of several ladders' choices pays best: the index of the least `costs_s * horizon_s / covered_s + make_s`.
+    """Which of several ladders pays best: the index of the least `costs_s * horizon_s / covered_s + make_s`.
 
     costs_s: seconds of the same steps in each ladder. make_s: seconds to make each. covered_s: how much of the load's
     time the steps cover. horizon_s: how long the engine will serve this load.
@@ -126,9 +125,7 @@ class _Axis:
     prices: np.ndarray
 
     @classmethod
-    def of(
-        cls, parts: list[np.ndarray], lasts: list[int], prices: Callable[[np.ndarray], list[np.ndarray]]
-    ) -> _Axis:
+    def of(cls, parts: list[np.ndarray], lasts: list[int], prices: Callable[[np.ndarray], list[np.ndarray]]) -> _Axis:
         rungs = candidate_rungs(max(lasts))
         return cls(parts, lasts, rungs, np.stack(prices(rungs)))
 
@@ -142,7 +139,7 @@ class _Axis:
         if sum(map(len, self.parts)) < 2 * FOLDS:
             return CHOICES[-1]
         count = min(count, JUDGED_RUNGS)
-        folds = [[part[len(part) * i // FOLDS : len(part) * (i + 1) // FOLDS] for part in self.parts] for i in range(FOLDS)]
+        folds = [[np.array_split(part, FOLDS)[i] for part in self.parts] for i in range(FOLDS)]
         counts = [self._weights(fold, None) for fold in folds]
 
         def cost(smoothing: Smoothing) -> float:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d")
 FITTED_COLOR = "#222222"
 WAY_COLORS = dict(zip(WAYS, ("#4c78a8", "#e45756", "#54a24b", "#f58518", "#999999"), strict=True))
-STYLE = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9, "figure.dpi": 110}
+STYLE: dict[str, Any] = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9, "figure.dpi": 110}
 
 
 def new_figure(width: float, height: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
@@ -32,7 +32,7 @@ def new_figure(width: float, height: float, panels: int = 1) -> tuple[Figure, li
         from matplotlib.figure import Figure
     except ImportError as error:
         raise NotBuiltError("pictures need matplotlib: pip install 'jaxrunner[plots]'") from error
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type, unused-ignore]
         figure = Figure(figsize=(width, height), layout="constrained")
         return figure, list(np.atleast_1d(figure.subplots(1, panels)))
 
@@ -69,7 +69,7 @@ def frontier(study: Study) -> Figure:
     """Cost and waste over the number of buckets: the fitted ladders as a line, every rule as a point."""
     figure, axes = new_figure(9, 3.4, panels=2)
     counts = [o.buckets for o in study.frontier]
-    compiled = [p.rule for p in study.pairs if p.rule.ways["full"] + p.rule.ways["piecewise"] + p.rule.ways["eager"] == 0]
+    compiled = [p.rule for p, scheme in zip(study.pairs, study.schemes, strict=False) if scheme.made == "compiled"]
     for ax, what, title in zip(axes, ("overhead", "waste"), ("time lost to padding", "padded tokens"), strict=True):
         ax.plot(counts, [getattr(o, what) for o in study.frontier], color=FITTED_COLOR, lw=1.8, label="fitted")
         for i, outcome in enumerate(compiled):
@@ -97,7 +97,7 @@ def bucket_costs(costs: Sequence[Costs]) -> Figure:
             axes[1].plot(cost.make.sizes, cost.make.values, "o-", color=color, lw=1, label=cost.name)
         elif cost.graph_seconds is not None:
             axes[1].axhline(cost.graph_seconds, color=color, lw=1.3, label=f"{cost.name}, one CUDA graph")
-    axes[0].set(xscale="log", yscale="log", xlabel="tokens of the bucket", ylabel="ms", title="a step, without its keys")
+    axes[0].set(xscale="log", yscale="log", xlabel="tokens of the bucket", ylabel="ms", title="a step without its keys")
     axes[1].set(xscale="log", yscale="log", xlabel="tokens of the bucket", ylabel="s", title="to make it")
     for ax in axes:
         if ax.get_legend_handles_labels()[0]:

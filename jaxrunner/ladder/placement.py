@@ -114,5 +114,3 @@ def place_all(scheme: Scheme, steps: Steps) -> Placements:
 def as_scheme(ladder: Scheme | Ladder, name: str = "ladder") -> Scheme:
     """An engine's ladder under `name`; a scheme as it is."""
     return Buckets(name, ladder) if isinstance(ladder, Ladder) else ladder
-
-

@@ -72,6 +72,7 @@ def step_sizes(scheduler_output: Any) -> tuple[int, int, int, int, int]:
         run -= np.fromiter((len(drafts.get(i, ())) for i in cached.req_ids), np.int64, len(run))
     prefills = ((np.array(cached.num_output_tokens, np.int64) == 0) | (run > 1)) & (run > 0)
     new = [r for r in scheduler_output.scheduled_new_reqs if scheduled.get(r.req_id)]
-    context = int(np.array(cached.num_computed_tokens, np.int64)[run > 0].sum()) + sum(r.num_computed_tokens for r in new)
+    context = int(np.array(cached.num_computed_tokens, np.int64)[run > 0].sum())
+    context += sum(r.num_computed_tokens for r in new)
     live = counts[counts > 0]
     return len(live), int(live.sum()), int(live.max()), len(new) + int(prefills.sum()), context + int(live.sum())

@@ -85,7 +85,7 @@ class _StepSeconds:
         *key, context = sizes
         base = self._known.get(tuple(key))
         if base is None:
-            way, kind, size = self._scheme.place(*key)
+            _, kind, size = self._scheme.place(*key)
             base = self._known[tuple(key)] = float(self._costs.bucket(kind, size))
         return base + self._costs.per_key * context
 
@@ -113,12 +113,11 @@ class _Engine:
         return float(self.arrival[self.waiting])
 
     def plan(self, clock: float) -> tuple[int, int, int, int, int] | None:
-        """The next step's (num_reqs, num_tokens, max_query_len, num_prefills, context_tokens), None if nobody is there.
-        """
+        """The next step's (num_reqs, num_tokens, max_query_len, num_prefills, context_tokens), None if nobody is there."""
         known = np.maximum(self.prompt[self.running], self.computed[self.running] + 1)
         counts = _within(known - self.computed[self.running], self.limits.max_num_batched_tokens)
         budget = self.limits.max_num_batched_tokens - int(counts.sum())
-        new = []
+        new: list[int] = []
         while (
             budget > 0
             and len(self.running) + len(new) < self.limits.max_num_seqs

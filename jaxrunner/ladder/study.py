@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+from jaxrunner.compile.ladder import Ladder
 from jaxrunner.errors import AdmissionError
 from jaxrunner.ladder.costs import MEASURED, PEER, Costs
 from jaxrunner.ladder.dispatch import CudaGraphs, Mode, Release
@@ -97,17 +99,26 @@ def study(
     graph_costs: Costs | None = None,
     mode: Mode = Mode.FULL_AND_PIECEWISE,
     release: Release = "0.33",
+    capture_sizes: tuple[int, ...] | None = None,
+    ladders: Sequence[Buckets] = (),
 ) -> Study:
     """Compare this package's default ladder, every rule of RULES, vLLM's CUDA graphs and fitted ladders on one load.
 
     The steps are those that the default ladder makes of the trace (or recorded ones), so that all ladders see the same.
     Compiled ladders are priced by `costs`, captured ones by `graph_costs`; see `replay.compare` for the defaults.
+    capture_sizes: of the CUDA graphs, vLLM's default ones if left out. ladders: more of your own.
     """
     limits, costs = limits or Limits(), costs or Costs.load(MEASURED)
     graph_costs = graph_costs or (Costs.load(PEER) if costs.unit == "s" else costs)
     sizes = {"max_num_seqs": limits.max_num_seqs, "max_num_batched_tokens": limits.max_num_batched_tokens}
-    compiled = [Buckets(rule, ladder_by_rule(rule, **sizes)) for rule in (OWN, *RULES)]
-    captured = CudaGraphs(f"vLLM {release} graphs", vllm_sizes(**sizes), limits.max_num_seqs, mode, release)
+    compiled = [Buckets(rule, ladder_by_rule(rule, **sizes)) for rule in (OWN, *RULES)] + list(ladders)
+    captured = CudaGraphs(
+        f"vLLM {release} graphs",
+        capture_sizes or vllm_sizes(limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens),
+        limits.max_num_seqs,
+        mode,
+        release,
+    )
     timed = costs if costs.unit == "s" else Costs.load(MEASURED)
     steps = steps_of(source, compiled[0], timed, limits)
     if len(steps) < 8:
@@ -141,7 +152,7 @@ def study(
     )
 
 
-def _of_count(fitted: Fitted, first: Steps, count: int, costs: Costs, sizes: dict[str, int]) -> Any:
+def _of_count(fitted: Fitted, first: Steps, count: int, costs: Costs, sizes: dict[str, int]) -> Ladder:
     """The fitted ladder of `count` buckets."""
     if count <= len(fitted.ladders) + 1:
         return fitted.ladders[count - 2]

@@ -23,6 +23,6 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for line in cells:
-        first, *rest = (text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths)))
-        lines.append("  ".join([first, *rest]).rstrip())
+        first, *rest = [text.rjust(width) for text, width in zip(line, widths, strict=True)]
+        lines.append("  ".join([first.strip().ljust(widths[0]), *rest]).rstrip())
     return "\n".join(lines)

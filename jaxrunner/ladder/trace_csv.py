@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import importlib.resources
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,9 @@ FORMATS = {
     "Azure": Format("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
     "BurstGPT": Format("Timestamp", "Request tokens", "Response tokens"),
 }
+SAMPLE = "sample_trace.csv"
+SAMPLE_PARAMETERS = dict(rate=12.0, n=1200, seed=4, period_s=25.0, prompt_mean=400, output_mean=120)
+"""SAMPLE is `write_trace(Trace.diurnal(**SAMPLE_PARAMETERS), path)`."""
 EPOCH = datetime.datetime(2020, 1, 1)
 
 
@@ -48,7 +52,7 @@ def read_trace(path: str | Path, *, max_requests: int | None = None) -> Trace:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             columns = _columns(path, reader.fieldnames or ())
-            rows = []
+            rows: list[tuple[float, ...]] = []
             for row in reader:
                 if max_requests is not None and len(rows) == max_requests:
                     break
@@ -69,6 +73,13 @@ def read_trace(path: str | Path, *, max_requests: int | None = None) -> Trace:
     return Trace(path.stem, table[:, 0] - table[0, 0], table[:, 1], table[:, 2])
 
 
+def sample_trace() -> Trace:
+    """The small trace that comes with the package, in Azure's format. It was generated, by
+    SAMPLE_PARAMETERS, so it shows no real users."""
+    with importlib.resources.as_file(importlib.resources.files(__package__).joinpath(SAMPLE)) as path:
+        return read_trace(path)
+
+
 def write_trace(trace: Trace, path: str | Path, *, begin: datetime.datetime = EPOCH) -> None:
     """Write the Azure format, which every tool of this field reads; arrivals are counted from `begin`."""
     with Path(path).open("w", newline="", encoding="utf-8") as file:
@@ -77,11 +88,6 @@ def write_trace(trace: Trace, path: str | Path, *, begin: datetime.datetime = EP
         for when, prompt, output in zip(trace.arrival_s, trace.prompt_tokens, trace.output_tokens, strict=True):
             stamp = (begin + datetime.timedelta(seconds=float(when))).isoformat(" ", "microseconds")
             writer.writerow((stamp, int(prompt), int(output)))
-
-
-def is_trace(fieldnames: Sequence[str]) -> bool:
-    """Whether a CSV file with these columns is a request trace."""
-    return any(set(format_) <= set(fieldnames) for format_ in _formats())
 
 
 def _formats() -> list[Format]:
