@@ -34,7 +34,7 @@ class Curve:
 
     @classmethod
     def of(cls, points: Iterable[tuple[int, float]]) -> Curve:
-        """A curve through (size, value) in any order. Raises AdmissionError for none, two of a size, or negative ones."""
+        """A curve through (size, value). Raises AdmissionError for none, for two of a size, and for negative values."""
         ordered = sorted(points)
         sizes = tuple(int(n) for n, _ in ordered)
         values = np.array([v for _, v in ordered], np.float64)

@@ -113,7 +113,7 @@ class _Engine:
         return float(self.arrival[self.waiting])
 
     def plan(self, clock: float) -> tuple[int, int, int, int, int] | None:
-        """The next step's (num_reqs, num_tokens, max_query_len, num_prefills, context_tokens), None if nobody is there."""
+        """(num_reqs, num_tokens, max_query_len, num_prefills, context_tokens) of a step, None if nobody is there."""
         known = np.maximum(self.prompt[self.running], self.computed[self.running] + 1)
         counts = _within(known - self.computed[self.running], self.limits.max_num_batched_tokens)
         budget = self.limits.max_num_batched_tokens - int(counts.sum())

@@ -52,7 +52,8 @@ class Trace:
 
     @classmethod
     def poisson(cls, rate: float, n: int, *, seed: int = 0, **lengths: float) -> Trace:
-        """n requests that arrive independently, `rate` a second on average. lengths: see `arrivals.lognormal_lengths`."""
+        """n requests that arrive independently, `rate` a second on average. lengths: prompt_mean, prompt_spread,
+        output_mean and output_spread, see `arrivals.lognormal_lengths`."""
         rng = np.random.default_rng(seed)
         return cls._generated(f"Poisson, {rate:g}/s", arrivals.poisson(rng, rate, n), rng, lengths)
 
