@@ -22,6 +22,7 @@ ORACLES = "stages/test_batch_oracles.py"
 SCHEDULER, PROPERTIES = "engine/test_scheduler.py", "runner/test_runner_properties.py::test_random_lives"
 RUNNER = "runner/test_device_runner.py"
 FILTERS, SAFETENSORS = "sampling/test_filters.py", "models/test_safetensors_loader.py"
+GRAPHS = "ladder/test_dispatch.py"
 NO_COMPILE = f"{RUNNER}::test_500_mixed_steps_compile_nothing"
 
 COVERED: dict[int, tuple[str, ...]] = {
@@ -140,10 +141,24 @@ COVERED: dict[int, tuple[str, ...]] = {
     110: ("engine/test_memory.py::test_k110_only_what_is_free_counts",),
     111: ("engine/test_memory.py::test_k111_scheduler_and_arrays_count_the_same_blocks",),
     # Compilation and buckets
-    112: ("compile/test_ladder.py::test_k112_the_largest_decode_batch_is_in_the_ladder",),
-    113: ("compile/test_ladder.py::test_k113_every_step_that_fits_finds_a_bucket_it_can_be_packed_into",),
-    114: ("compile/test_ladder.py::test_pick_takes_the_smallest_that_fits",),
-    115: ("compile/test_table.py::test_a_default_engine_has_at_most_40_executables",),
+    112: (
+        "compile/test_ladder.py::test_k112_the_largest_decode_batch_is_in_the_ladder",
+        "ladder/test_rules.py::test_k112_every_rule_ends_at_the_exact_maximum",
+        f"{GRAPHS}::test_k112_an_explicit_maximum_off_the_grid_loses_the_largest_decode",
+    ),
+    113: (
+        "compile/test_ladder.py::test_k113_every_step_that_fits_finds_a_bucket_it_can_be_packed_into",
+        "ladder/test_engine.py::test_k113_the_padding_that_a_replay_predicts_is_what_the_engine_ran",
+        f"{GRAPHS}::test_k113_every_captured_graph_is_found_by_a_step_of_its_own_size",
+    ),
+    114: (
+        "compile/test_ladder.py::test_pick_takes_the_smallest_that_fits",
+        f"{GRAPHS}::test_k114_the_older_release_takes_the_slow_graph_although_a_fast_one_is_a_little_larger",
+    ),
+    115: (
+        "compile/test_table.py::test_a_default_engine_has_at_most_40_executables",
+        "ladder/test_rules.py::test_k115_drafts_do_not_make_vllms_list_grow_without_bound",
+    ),
     116: (NO_COMPILE, PROPERTIES),
     117: (NO_COMPILE,),
     119: (NO_COMPILE, "test_scoring.py::test_one_call_compiles_the_step_once"),

@@ -37,7 +37,7 @@ class Smoothing:
 
 CHOICES = tuple(Smoothing(w, b) for w, b in itertools.product((0.0, 0.1, 0.3), (0.01, 0.1, 0.5)))
 FOLDS = 4
-JUDGED_RUNGS = 24
+JUDGED_RUNGS = 12
 """Most rungs that a choice of smoothing is judged with."""
 
 

@@ -15,7 +15,7 @@ import jinja2
 from jaxrunner.errors import AdmissionError
 from jaxrunner.ladder import pictures
 from jaxrunner.ladder.replay import COLUMNS
-from jaxrunner.ladder.study import PAIR_COLUMNS, Study
+from jaxrunner.ladder.study import FITTED_SHOWN, PAIR_COLUMNS, Study
 from jaxrunner.ladder.tables import Column, shown
 
 if TYPE_CHECKING:
@@ -76,8 +76,10 @@ def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict
 
 def _ladder_rows(study: Study) -> list[dict[str, Any]]:
     sizes = [(scheme.name, scheme.sizes()) for scheme in study.schemes]
-    best = study.fitted.ladder
-    sizes.append((f"fitted, {len(study.fitted.ladders) + 1}", {"decode": best.decode, "mixed": best.mixed}))
+    fitted = [study.fitted.ladders[count - 2] for count in FITTED_SHOWN]
+    sizes += [
+        (f"fitted, {n}", {"decode": f.decode, "mixed": f.mixed}) for n, f in zip(FITTED_SHOWN, fitted, strict=True)
+    ]
     return [{"ladder": name, **{kind: _brief(s[kind]) for kind in ("decode", "mixed")}} for name, s in sizes]
 
 

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrunner.compile.ladder import Ladder
 from jaxrunner.errors import AdmissionError
 from jaxrunner.ladder.costs import MEASURED, PEER, Costs
 from jaxrunner.ladder.dispatch import CudaGraphs, Mode, Release
@@ -20,7 +19,10 @@ from jaxrunner.ladder.tables import table
 from jaxrunner.ladder.traces import Trace
 
 MAX_BUCKETS = 40
-"""Of the frontier, and what a default engine compiles at most."""
+"""Of the frontier at least; it is what a default engine compiles at most."""
+
+FITTED_SHOWN = (8, 16, 32)
+"""Buckets of the fitted ladders that stand beside the rules."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Pair:
 @dataclasses.dataclass(frozen=True)
 class Study:
     """title: the load. first, second: its steps. schemes: the ladders that were compared, by name. comparison: all of
-    them over the second half. pairs: each against a fitted one of as many buckets. fitted: the ladders of 2 to
-    MAX_BUCKETS buckets, and frontier: their outcomes over the second half."""
+    them over the second half. pairs: each against a fitted one of as many buckets. fitted: the ladders of 2 buckets and
+    more, and frontier: their outcomes over the second half."""
 
     title: str
     limits: Limits
@@ -124,19 +126,16 @@ def study(
     if len(steps) < 8:
         raise AdmissionError(f"{len(steps)} steps are too few to fit on one half and judge on the other")
     first, second = steps.halves()
-    fitted = fit_ladder(first, MAX_BUCKETS, costs, **sizes)
-    pairs = []
-    for scheme in compiled:
-        outcome = replay(second, scheme, costs)
-        ladder = _of_count(fitted, first, outcome.buckets, costs, sizes)
-        pairs.append(Pair(outcome, replay(second, Buckets(f"fitted, {outcome.buckets}", ladder), costs)))
+    by_rule = [replay(second, scheme, costs) for scheme in compiled]
+    fitted = fit_ladder(first, max(MAX_BUCKETS, *(o.buckets for o in by_rule)), costs, **sizes)
+    frontier = tuple(
+        replay(second, Buckets(f"fitted, {count}", ladder), costs) for count, ladder in enumerate(fitted.ladders, 2)
+    )
+    pairs = [Pair(outcome, frontier[outcome.buckets - 2]) for outcome in by_rule]
     if captured.graphs:
         outcome = replay(second, captured, graph_costs)
         pairs.append(Pair(outcome, replay(second, _fitted_graphs(captured, first, graph_costs), graph_costs)))
     outcomes = [pair.rule for pair in pairs]
-    frontier = tuple(
-        replay(second, Buckets(f"fitted, {count}", ladder), costs) for count, ladder in enumerate(fitted.ladders, 2)
-    )
     return Study(
         title=source.name if isinstance(source, Trace) else "recorded steps",
         limits=limits,
@@ -145,18 +144,11 @@ def study(
         first=first,
         second=second,
         schemes=(*compiled, captured),
-        comparison=Comparison("second half", (*outcomes, *(frontier[n - 2] for n in (8, 16, 32)))),
+        comparison=Comparison("second half", (*outcomes, *(frontier[n - 2] for n in FITTED_SHOWN))),
         pairs=tuple(pairs),
         fitted=fitted,
         frontier=frontier,
     )
-
-
-def _of_count(fitted: Fitted, first: Steps, count: int, costs: Costs, sizes: dict[str, int]) -> Ladder:
-    """The fitted ladder of `count` buckets."""
-    if count <= len(fitted.ladders) + 1:
-        return fitted.ladders[count - 2]
-    return fit_ladder(first, count, costs, **sizes).ladder
 
 
 def _fitted_graphs(graphs: CudaGraphs, first: Steps, costs: Costs) -> CudaGraphs:

@@ -77,10 +77,8 @@ def test_k113_every_captured_graph_is_found_by_a_step_of_its_own_size(mode, quer
     ladder = graphs((1, 2, 4, 8, 16, 24, 32), 8, mode, release, query_len)
     for graph in ladder.decodes:
         assert ladder.dispatch(graph.num_reqs, graph.num_tokens, query_len, 0) == graph
-    only_decodes = {g.num_tokens for g in ladder.decodes} - {g.num_tokens for g in ladder.others}
     for graph in ladder.others:
         assert ladder.dispatch(1, graph.num_tokens, graph.num_tokens, 1) == graph
-        assert graph.num_tokens not in only_decodes
 
 
 @pytest.mark.parametrize("mode", ALL)
@@ -138,7 +136,7 @@ def test_a_mode_falls_to_what_attention_can_do(mode, support, query_len, splitti
 def test_what_is_refused():
     with pytest.raises(AdmissionError, match="FULL needs attention"):
         resolve(Mode.FULL, Support.NEVER)
-    with pytest.raises(AdmissionError, match="unknown release '0.1'"):
+    with pytest.raises(AdmissionError, match=r"unknown release '0\.1'"):
         graphs(release="0.1")
     with pytest.raises(AdmissionError, match="ascending"):
         graphs((4, 2))
