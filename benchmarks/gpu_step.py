@@ -105,9 +105,9 @@ class Engine:
 
     def step(self) -> None:
         plan, frame = self.scheduler.schedule()
-        self.runner.execute_model(plan)
-        self.in_flight.append((frame, self.runner.sample_tokens()))
-        if len(self.in_flight) > self.depth:
+        if self.runner.execute_model(plan) is None:
+            self.in_flight.append((frame, self.runner.sample_tokens()))
+        while len(self.in_flight) > (self.depth if plan.total_num_scheduled_tokens else 0):
             frame, output = self.in_flight.popleft()
             self.scheduler.update(frame, output.get_output() if self.depth else output)
 
