@@ -152,6 +152,18 @@ class Costs:
             conditions=conditions,
         )
 
+    def variants(self) -> list[Costs]:
+        """These costs, and those of the other variants that were measured beside them, each under its name."""
+        names = list(
+            dict.fromkeys(row["variant"] for row in self.rows if row.get("kind") in KINDS and "variant" in row)
+        )
+        if len(names) < 2:
+            return [self]
+        return [
+            self.from_rows(self.rows, self.conditions, name=f"{self.name}, {variant}", variant=variant)
+            for variant in names
+        ]
+
     def bucket_rows(self) -> list[dict[str, Any]]:
         """The rows of measured buckets, with None where one has no such entry."""
         entries = ("name", "kind", "size", "context", "value", "make_s", "temp_bytes", "code_bytes")

@@ -111,7 +111,13 @@ def _pictures(study: Study) -> list[Picture]:
         ("What is lost, and how steps ran", "Over the second half.", pictures.comparison(study.comparison)),
     ]
     if measured := _measured(study):
-        drawn.append(("Buckets", "Measured, and interpolated between.", pictures.bucket_costs(measured)))
+        drawn.append(
+            (
+                "Buckets",
+                "Measured, and interpolated between.",
+                pictures.bucket_costs([v for c in measured for v in c.variants()]),
+            )
+        )
     if spans := pictures.timeline_spans(study.costs):
         drawn.append(("One step", "As it was measured beside the buckets.", pictures.timeline(spans)))
     return [Picture(title, text, _png(figure)) for title, text, figure in drawn]

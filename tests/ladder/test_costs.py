@@ -115,6 +115,10 @@ def test_variants_are_chosen_by_name(tmp_path):
     path.write_text(json.dumps({"conditions": {**CONDITIONS, "variant": "on"}, "rows": rows}))
     on, off = Costs.load(path), Costs.load(path, variant="off")
     assert on.mixed(64) * 2 == off.mixed(64) == pytest.approx(0.04)
+    assert [(c.name, float(c.mixed(64))) for c in on.variants()] == [
+        ("report, on", float(on.mixed(64))),
+        ("report, off", float(off.mixed(64))),
+    ]
     with pytest.raises(AdmissionError, match=r"variant 'half'.*\['off', 'on'\]"):
         Costs.load(path, variant="half")
 

@@ -500,4 +500,50 @@ FLOAT8 = (
     ),
 )
 
-MUTATIONS: tuple[Mutation, ...] = PADDING + RANDOMNESS + ROW_FIELDS + FLOAT8
+GRAPHS = "tests/ladder/test_dispatch.py::"
+LADDERS = (
+    Mutation(
+        "ladder: the older look-up of graphs is the newer one",
+        "ladder/dispatch.py",
+        'if self.release == "0.28":',
+        'if self.release == "none":',
+        (GRAPHS + "test_a_mixed_batch_of_five_tokens_is_eager_at_one_release_and_not_at_the_next",),
+    ),
+    Mutation(
+        "ladder: a prompt of one token counts as a decode",
+        "ladder/dispatch.py",
+        "max_query_len if not num_prefills and max_query_len * num_reqs == num_tokens else None",
+        "max_query_len if max_query_len * num_reqs == num_tokens else None",
+        (GRAPHS + "test_a_prompt_of_one_token_is_no_uniform_decode[0.28]",),
+    ),
+    Mutation(
+        "ladder: graphs of decodes ignore their number of requests",
+        "ladder/dispatch.py",
+        "(self.num_reqs is None or self.num_reqs >= num_reqs)",
+        "True",
+        (GRAPHS + "test_full_graphs_of_other_steps_bound_the_requests",),
+    ),
+    Mutation(
+        "ladder: the best split is looked for below too few candidates",
+        "ladder/optimal.py",
+        "high = np.minimum(np.where(above <= last, choice[np.minimum(above, last)], last), j - 1)",
+        "high = np.minimum(choice[np.minimum(above, last)], j - 1)",
+        ("tests/ladder/test_optimal.py::test_long_axes_equal_the_plain_recurrence",),
+    ),
+    Mutation(
+        "ladder: chunks of prompts take the budget before decodes",
+        "ladder/serving.py",
+        'order = np.argsort(counts > 1, kind="stable")',
+        'order = np.argsort(counts <= 1, kind="stable")',
+        ("tests/ladder/test_serving.py::test_steps_are_those_of_the_scheduler",),
+    ),
+    Mutation(
+        "ladder: keys are paid for twice",
+        "ladder/costs.py",
+        'row["value"] * 1e-3 - per_key * keys',
+        'row["value"] * 1e-3',
+        ("tests/ladder/test_costs.py::test_keys_are_taken_out_of_the_measured_steps_and_counted_in_others",),
+    ),
+)
+
+MUTATIONS: tuple[Mutation, ...] = PADDING + RANDOMNESS + ROW_FIELDS + FLOAT8 + LADDERS
