@@ -25,22 +25,23 @@ PEER = "h200-vllm"
 class Curve:
     """A cost over the size of a bucket: measured points, straight lines between them.
 
-    Below the first point the cost is the first one's; past the last the last line goes on, or, with a single point, the
-    cost grows in proportion. A larger bucket never costs less: a point below the one before it is lifted to it.
+    Below the first point the cost is the first one's; past the last the last line goes on, unless it falls. With a
+    single point the cost grows in proportion to larger sizes.
     """
 
     sizes: tuple[int, ...]
     values: tuple[float, ...]
 
     @classmethod
-    def of(cls, points: Iterable[tuple[int, float]]) -> Curve:
-        """A curve through (size, value). Raises AdmissionError for none, for two of a size, and for negative values."""
+    def of(cls, points: Iterable[tuple[int, float]], *, rising: bool = False) -> Curve:
+        """A curve through (size, value). rising: a point below the one before it is noise, and is lifted to it. Raises
+        AdmissionError for no points, for two of a size, and for negative values."""
         ordered = sorted(points)
         sizes = tuple(int(n) for n, _ in ordered)
         values = np.array([v for _, v in ordered], np.float64)
         if not sizes or sizes[0] < 1 or len(set(sizes)) != len(sizes) or not (values >= 0).all():
             raise AdmissionError(f"a curve needs points of distinct sizes and no negative cost, got {ordered}")
-        return cls(sizes, tuple(np.maximum.accumulate(values).tolist()))
+        return cls(sizes, tuple((np.maximum.accumulate(values) if rising else values).tolist()))
 
     def __call__(self, size: Any) -> np.ndarray:
         """f64, of the shape of `size`."""
@@ -49,18 +50,19 @@ class Curve:
         if len(self.sizes) == 1:
             return np.maximum(1.0, size / self.sizes[0]) * self.values[0]
         slope = (self.values[-1] - self.values[-2]) / (self.sizes[-1] - self.sizes[-2])
-        return inside + slope * np.maximum(0.0, size - self.sizes[-1])
+        return inside + max(0.0, slope) * np.maximum(0.0, size - self.sizes[-1])
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """name: for tables. decode, mixed: cost of a step without the keys that it reads. per_key: cost of a key.
+    """name: for tables. decode, mixed: cost of a step without the keys that it reads; a larger bucket never costs less.
+    per_key: cost of a key.
 
     unit: "s", or "tokens" where nothing was measured and a padded token costs 1. make: seconds to trace and compile an
     executable of a bucket, code_bytes what it holds, temp_bytes what it needs while it runs; None where they were not
     measured. other_seconds: of an executable that holds no model (sampling, admission). graph_seconds, graph_bytes: to
-    capture a CUDA graph, and what it holds. once_seconds: paid once, whatever the ladder. rows,
-    conditions: what was read.
+    capture a CUDA graph, and what it holds. once_seconds: paid once, whatever the ladder. rows, conditions: what was
+    read.
     """
 
     name: str
@@ -88,7 +90,8 @@ class Costs:
     def load(cls, source: str | Path, *, variant: str | None = None) -> Costs:
         """Costs from a report of `benchmarks/gpu_ladder.py`, or shipped ones by name (`shipped()`).
 
-        variant: of rows measured in more than one way (`command_buffers`), which; the report's own choice if left out.
+        variant: which of the ways in which buckets were measured ("on" or "off", XLA's command buffers); the report's
+        own choice if left out.
         """
         path = Path(source)
         if str(source) in shipped():
@@ -138,8 +141,8 @@ class Costs:
         smaller = {n: v for n, v in curves["decode"].items() if n < min(curves["mixed"])}
         return cls(
             name,
-            Curve.of(curves["decode"].items()),
-            Curve.of((smaller | curves["mixed"]).items()),
+            Curve.of(curves["decode"].items(), rising=True),
+            Curve.of((smaller | curves["mixed"]).items(), rising=True),
             per_key,
             make=_curve(chosen, "make_s"),
             code_bytes=_curve(chosen, "code_bytes"),
@@ -175,7 +178,7 @@ class Costs:
 
     def of_placements(self, placed: Placements, steps: Steps) -> np.ndarray:
         """Cost of each step, f64[S]. An eager step costs what a bucket of its own size would: no measurement of eager
-        steps is at hand, and they are never faster, so it is a lower bound."""
+        steps is at hand, so this is a lower bound."""
         base = np.where(placed.kind == KINDS.index("decode"), self.decode(placed.size), self.mixed(placed.size))
         return base + self.per_key * steps.context_tokens
 

@@ -168,7 +168,7 @@ class CudaGraphs:
         """Buckets are capture sizes; a full graph is one, a piecewise one has a graph before, between and after all
         attentions."""
         pieces = {"full": 1, "piecewise": self.num_layers + 1}
-        return StartUp(len(self.capture_sizes), sum(pieces[g.cg_mode] for g in self.graphs))
+        return StartUp(len(self.capture_sizes) if self.graphs else 0, sum(pieces[g.cg_mode] for g in self.graphs))
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         full = self.decodes or (self.others if self.mode.decode != "eager" else ())

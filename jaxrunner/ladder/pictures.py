@@ -54,7 +54,7 @@ def waste(schemes: Sequence[Scheme], last: int) -> Figure:
         color = COLORS[row % len(COLORS)]
         ax.fill_between(sizes, base, base + 0.7 * part, step="mid", color=color, alpha=0.75, lw=0)
         ax.axhline(base, color="#cccccc", lw=0.8, zorder=0)
-        rungs = sorted({p.size for p in placed if p.size <= last})
+        rungs = sorted({p.size for p in placed if p.way != "eager" and p.size <= last})
         ax.plot(rungs, np.full(len(rungs), base), "|", color="black", ms=4)
         eager = sizes[[p.way == "eager" for p in placed]]
         ax.plot(eager, np.full(len(eager), base + 0.05), ".", color=WAY_COLORS["eager"], ms=2)

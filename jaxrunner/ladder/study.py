@@ -132,10 +132,10 @@ def study(
         replay(second, Buckets(f"fitted, {count}", ladder), costs) for count, ladder in enumerate(fitted.ladders, 2)
     )
     pairs = [Pair(outcome, frontier[outcome.buckets - 2]) for outcome in by_rule]
-    if captured.graphs:
-        outcome = replay(second, captured, graph_costs)
-        pairs.append(Pair(outcome, replay(second, _fitted_graphs(captured, first, graph_costs), graph_costs)))
-    outcomes = [pair.rule for pair in pairs]
+    by_graphs = replay(second, captured, graph_costs)
+    if captured.graphs and (first.num_tokens <= captured.capture_sizes[-1]).any():
+        pairs.append(Pair(by_graphs, replay(second, _fitted_graphs(captured, first, graph_costs), graph_costs)))
+    outcomes = [*by_rule, by_graphs]
     return Study(
         title=source.name if isinstance(source, Trace) else "recorded steps",
         limits=limits,

@@ -53,6 +53,10 @@ def test_compare_prints_every_ladder_and_every_pair(tmp_path):
     assert rows["mine"]["buckets"] == 4
     assert rows["vLLM 0.33 graphs"]["buckets"] == 3
     assert rows["vLLM 0.33 graphs"]["eager_steps"] > 0
+    eager = json.loads(invoke("compare", *POISSON, "--mode", "NONE", "--release", "0.28", "--json").stdout)["ladders"]
+    (row,) = [row for row in eager if row["ladder"] == "vLLM 0.28 graphs"]
+    assert row["eager_steps"] == row["steps"]
+    assert row["executables"] == row["buckets"] == row["waste"] == 0
     text = invoke("compare", *POISSON).stdout
     assert "steps to fit on" in text
     assert all(pair["rule"] in text for pair in found["pairs"] if pair["rule"] != "mine")

@@ -57,8 +57,13 @@ def test_a_single_point_grows_in_proportion():
 
 
 def test_noise_that_makes_a_larger_bucket_cheaper_is_levelled():
-    curve = Curve.of([(1, 2.0), (2, 1.5), (4, 3.0)])
-    np.testing.assert_allclose(curve([1, 2, 4]), [2, 2, 3])
+    points = [(1, 2.0), (2, 1.5), (4, 3.0)]
+    np.testing.assert_allclose(Curve.of(points, rising=True)([1, 2, 4]), [2, 2, 3])
+    np.testing.assert_allclose(Curve.of(points)([1, 2, 4]), [2, 1.5, 3])
+
+
+def test_a_falling_curve_does_not_fall_below_its_last_point():
+    np.testing.assert_allclose(Curve.of([(1, 2.0), (2, 1.0)])([2, 50]), [1, 1])
 
 
 def test_keys_are_taken_out_of_the_measured_steps_and_counted_in_others():
