@@ -59,7 +59,9 @@ def waste(schemes: Sequence[Scheme], last: int) -> Figure:
         eager = sizes[[p.way == "eager" for p in placed]]
         ax.plot(eager, np.full(len(eager), base + 0.05), ".", color=WAY_COLORS["eager"], ms=2)
         ax.text(1.0, base + 0.76, f" {scheme.name}: {len(rungs)} sizes, {part.mean():.0%} on average", color=color)
-    ax.set(xscale="log", xlabel="requests that decode", xlim=(1, last), ylim=(-0.1, len(schemes) + 0.1), yticks=[])
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:.0f}")
+    ax.set(xlabel="requests that decode", xlim=(1, last), ylim=(-0.1, len(schemes) + 0.1), yticks=[])
     ax.set_title("Padding by batch size (height: part that is padding; ticks: rungs; grey dots: eager)", loc="left")
     ax.spines["left"].set_visible(False)
     return figure
@@ -75,7 +77,7 @@ def frontier(study: Study) -> Figure:
         for i, outcome in enumerate(compiled):
             ax.plot(outcome.buckets, getattr(outcome, what), "o", color=COLORS[i % len(COLORS)], label=outcome.name)
         ax.set(xlabel="buckets", yscale="log", title=title)
-        ax.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}" if value < 0.001 else f"{value:.0%}")
+        ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
         ax.yaxis.set_minor_formatter(lambda value, _: "")
     axes[0].set_ylabel("part of the time without padding")
     axes[1].set_ylabel("part of all tokens that ran")
