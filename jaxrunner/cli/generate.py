@@ -51,9 +51,7 @@ def generate(
     ids = None if prompt_ids is None else _parse_ids(prompt_ids)
     with command() as console:
         from jaxrunner import LLM, SamplingParams
-        from jaxrunner.compile.persistent import use_compilation_cache
 
-        use_compilation_cache()
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
         with console.status("loading the model"):
             announce_download(console, model)

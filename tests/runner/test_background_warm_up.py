@@ -1,0 +1,66 @@
+"""A runner that serves while its ladder is made: equal tokens in larger buckets, and errors before a step."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from jaxrunner import DeviceRunner, Ladder
+from jaxrunner.compile.entry import Entry
+from tests.conftest import load_tiny
+from tests.runner.plans import CONFIG, LADDER, new, plan, run
+
+LARGER = Ladder(decode=(1, 4), mixed=(8, 32), finish=(1, 4))
+
+
+def generate(runner: DeviceRunner) -> list[int]:
+    out = run(runner, plan({"a": 3}, [new("a", [5, 9, 17], [1, 2])]))["a"]
+    for _ in range(4):
+        out += run(runner, plan({"a": 1}))["a"]
+    return out
+
+
+def test_tokens_do_not_depend_on_what_is_ready(runner, shared_table, monkeypatch):
+    """The rungs of `shared_table` are there, the smaller ones are held back until all tokens have been sampled."""
+    model, weights = load_tiny("llama")
+    serving = DeviceRunner(model, weights, CONFIG, ladder=LARGER)
+    opened, known = threading.Event(), set(shared_table.programs.all())
+    wanted = {serving.table.programs.first(LARGER.decode_bucket(4, "greedy"))}
+
+    def compile_(program):
+        if program not in known:
+            assert opened.wait(60)
+            return Entry(program, None)
+        used = program.kind in ("admit", "step") or program in (first, finish)
+        return shared_table.get(program) if used else Entry(program, None)
+
+    first = serving.table.programs.first(LARGER.mixed_bucket(32, "greedy"))
+    finish = serving.table.programs.finish(4, "greedy")
+    monkeypatch.setattr(serving.table.compiler, "lower", lambda program: program)
+    monkeypatch.setattr(serving.table.compiler, "compile", compile_)
+    serving.warm_up(background=True, threads=len(serving.table.programs.all()))
+    try:
+        assert generate(serving) == generate(runner)
+        used = {program for program, entry in serving.table.entries.items() if entry.hits and program.kind != "admit"}
+        assert used == {first, finish, *wanted}
+    finally:
+        opened.set()
+        serving.table.join()
+
+
+def test_an_error_of_the_background_is_raised_before_a_step_changes_anything(runner, shared_table, monkeypatch):
+    model, weights = load_tiny("llama")
+    failing = DeviceRunner(model, weights, CONFIG, ladder=LADDER)
+
+    def fail(program):
+        raise ValueError("no such instruction")
+
+    monkeypatch.setattr(failing.table.compiler, "lower", fail)
+    failing.warm_up(background=True)
+    failing.table._background._thread.join()
+    with pytest.raises(ValueError, match="no such instruction"):
+        generate(failing)
+    assert failing.rows.num_free == CONFIG.max_num_seqs
+    failing.table = shared_table
+    assert generate(failing) == generate(runner)
