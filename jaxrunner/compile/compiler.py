@@ -12,7 +12,7 @@ import jax
 from jaxrunner.compile.cache_key import Key, environment
 from jaxrunner.compile.counter import persistent_hits
 from jaxrunner.compile.entry import Entry, memory
-from jaxrunner.compile.executable_cache import LIMIT_BYTES, ExecutableCache
+from jaxrunner.compile.executable_cache import ExecutableCache
 from jaxrunner.compile.options import options_for
 from jaxrunner.compile.programs import Program, ProgramSet
 from jaxrunner.device_memory import return_freed_memory
@@ -91,7 +91,7 @@ class Compiler:
     def trim_cache(self) -> None:
         """Keep the cache within its limit."""
         if self.cache is not None:
-            self.cache.clear(keep=LIMIT_BYTES)
+            self.cache.trim()
 
     def _options(self, program: Program) -> dict[str, Any]:
         return options_for(program.num_tokens or program.size) | (self.options or {})

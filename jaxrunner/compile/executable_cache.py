@@ -56,6 +56,10 @@ class CachedFile:
     program: str = ""
     parts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def differs(self, environment: dict[str, Any]) -> list[str]:
+        """The parts of `environment` (see `cache_key`) that it was not made for."""
+        return [name for name, value in environment.items() if self.parts.get(name) != value]
+
 
 def open_cache(directory: str | Path | None = None) -> ExecutableCache | None:
     """The cache in `directory`; None, with one warning that says why, where it cannot be used.
@@ -143,7 +147,7 @@ class ExecutableCache:
                     found.append(dataclasses.replace(entry, program=header["program"], parts=header["parts"]))
         return sorted(found, key=lambda entry: -entry.used)
 
-    def clear(self, keep: int = 0) -> int:
+    def trim(self, keep: int = LIMIT_BYTES) -> int:
         """Remove entries until the rest has at most `keep` bytes, the ones unused for longest first. Returns how many
         were removed."""
         known = []

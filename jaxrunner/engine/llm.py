@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from jaxrunner.compile.ladder import Ladder
 from jaxrunner.contract import ModelRunnerOutput
 from jaxrunner.device_memory import free_device_bytes
 from jaxrunner.engine.logprobs import token_logprobs
@@ -39,7 +40,8 @@ class LLM:
     warm_up: make the executables of the whole ladder now instead of each at its first use; "background" begins now and
     serves meanwhile, in larger buckets where the right one is not ready. seed: requests without a seed of
     their own get one derived from it and their number. prefix_caching: reuse the KV of equal prefixes.
-    async_scheduling: plan and launch each step before the tokens of the one before have arrived.
+    async_scheduling: plan and launch each step before the tokens of the one before have arrived. ladder: the padded
+    sizes that are compiled, `Ladder.default` for the sizes if not given.
     """
 
     def __init__(
@@ -51,15 +53,16 @@ class LLM:
         seed: int = 0,
         prefix_caching: bool = True,
         async_scheduling: bool = True,
+        ladder: Ladder | None = None,
         **options: Any,
     ):
         self.model, weights, self.tokenizer = load(model, dtype=dtype)
         config = runner_config(self.model, async_scheduling=async_scheduling, **options)
         free = free_device_bytes() if not {"num_blocks", "kv_bytes"} & set(options) else None
         if free is not None:
-            ladder = default_ladder(self.model, config)
-            config = dataclasses.replace(config, num_blocks=blocks_that_fit(self.model, weights, config, ladder, free))
-        self.runner = DeviceRunner(self.model, weights, config, seed=seed)
+            rungs = ladder or default_ladder(self.model, config)
+            config = dataclasses.replace(config, num_blocks=blocks_that_fit(self.model, weights, config, rungs, free))
+        self.runner = DeviceRunner(self.model, weights, config, ladder=ladder, seed=seed)
         self.scheduler = Scheduler(
             config, len(self.runner.groups), prefix_caching=prefix_caching, max_stop_ids=config.max_stop_ids
         )

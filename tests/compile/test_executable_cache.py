@@ -183,15 +183,15 @@ def test_files_lists_what_is_there_and_what_is_wrong_with_it(cache, stored):
     assert "damaged" in problem
 
 
-def test_clear_keeps_what_was_used_last(cache):
+def test_trimming_keeps_what_was_used_last(cache):
     for i in range(4):
         cache.store(Key("tanh", {"version": i}), tanh(), {})
         os.utime(cache._path(Key("tanh", {"version": i})), (i, i))
     cache.load(Key("tanh", {"version": 0}))
     size = cache.files()[0].num_bytes
-    assert cache.clear(keep=2 * size + 100) == 2
+    assert cache.trim(keep=2 * size + 100) == 2
     assert sorted(file.parts["version"] for file in cache.files()) == [0, 3]
-    assert cache.clear() == 2
+    assert cache.trim(keep=0) == 2
     assert cache.files() == []
 
 
