@@ -126,7 +126,11 @@ class ProgramSet:
     def trace(self, program: Program) -> jax.stages.Traced:
         """One program, ready to be lowered. No array is made. With `jax_debug_nans` on nothing is donated."""
         run, arguments = self.function(program)
-        return jax.jit(run, donate_argnums=_place_of(self._state, arguments)).trace(*arguments)
+        return self.jit(run, arguments).trace(*arguments)
+
+    def jit(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """`jax.jit` of something that takes the arguments of a program, of which it donates the state."""
+        return jax.jit(run, donate_argnums=_place_of(self._state, arguments))
 
     def identity(self, program: Program) -> list[str] | None:
         """What decides `program` beside the machine and the versions, or None where text cannot say it: an attention of

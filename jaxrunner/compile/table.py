@@ -58,12 +58,13 @@ class BucketTable:
         programs: Iterable[Program] | None = None,
         *,
         threads: int | None = None,
+        processes: int | None = None,
         progress: bool | Report = False,
         background: bool = False,
     ) -> None:
-        """Make `programs` (all by default): loaded from the cache, or traced and lowered one after the other, which
-        Python does no faster in threads, and compiled by a pool of `threads` (one a core by default) meanwhile.
+        """Make `programs` (all by default): loaded from the cache, or traced, lowered and compiled, see `WarmUp`.
 
+        threads: that compile. processes: that trace and lower beside this one. Both by default as many as pay.
         progress: True shows a bar on stderr; or a function called as progress(done, total, name), from any thread.
         background: return at once; the largest program of each kind is made first. Settings that JAX keeps for a thread
         (`with jax.default_matmul_precision(...)`) do not reach that thread: use `jax.config.update`.
@@ -81,13 +82,15 @@ class BucketTable:
             if progress is True:
                 raise ValueError("a warm-up in the background shows no bar; give a function as progress")
             order = {program: i for i, program in enumerate(self.programs.by_urgency())}
-            report = {} if progress is False else {"report": progress}
+            options: dict[str, Any] = {} if progress is False else {"report": progress}
+            options |= {"threads": threads, "processes": processes}
             todo.sort(key=order.__getitem__)
-            self._background = WarmUp(self.compiler, todo, self.entries, threads=threads, **report)
+            self._background = WarmUp(self.compiler, todo, self.entries, **options)
             self._background.start()
         else:
             with reporting(progress, len(todo)) as bar:
-                WarmUp(self.compiler, todo, self.entries, threads=threads, report=bar).run()
+                options = {"threads": threads, "processes": processes, "report": bar}
+                WarmUp(self.compiler, todo, self.entries, **options).run()
 
     def join(self) -> None:
         """Wait for a warm-up in the background. Raises what ended it."""

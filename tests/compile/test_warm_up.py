@@ -31,7 +31,7 @@ def table_of(**options) -> BucketTable:
 class Stub:
     """In place of a compiler: instant, but for the programs in `held`, which wait until `go` is set."""
 
-    cache = None
+    cache = programs = None
 
     def __init__(self, *held: Program):
         self.held, self.go, self.begun = held, threading.Event(), threading.Event()
