@@ -37,9 +37,10 @@ PROGRAMS_A_PROCESS = 3
 
 def default_processes(programs: ProgramSet, count: int) -> int:
     """How many processes pay for lowering `count` programs: none unless they are for a GPU that a process without it
-    lowers Mosaic kernels for as one with it does (compute capability 9.0), and none for an attention of the user's own,
-    which may not be found by its name there."""
-    if target()[:2] != ("gpu", "9.0") or custom(programs.implementation):
+    lowers Mosaic kernels for as one with it does (compute capability 9.0); and none for an attention of the user's own,
+    which may not be found by its name there, or for Triton's, which asks the device.
+    """
+    if target()[:2] != ("gpu", "9.0") or custom(programs.implementation) or "triton" in str(programs.implementation):
         return 0
     return min(MOST_PROCESSES, (os.cpu_count() or 1) // 2, count // PROGRAMS_A_PROCESS)
 
@@ -74,7 +75,7 @@ class LoweringProcess:
     def __init__(self, programs: ProgramSet):
         self._programs = programs
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
         self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._send(Setup(programs, target(), _settings()))
 

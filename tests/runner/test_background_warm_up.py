@@ -1,4 +1,4 @@
-"""A runner that serves while its ladder is made: equal tokens in larger buckets, and errors before a step."""
+"""Runners whose ladder is made elsewhere or meanwhile: equal tokens, in place, and errors before a step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from jaxrunner import DeviceRunner, Ladder
 from jaxrunner.compile.entry import Entry
+from jaxrunner.compile.lowering_process import LoweringProcess
 from tests.conftest import load_tiny
 from tests.runner.plans import CONFIG, LADDER, new, plan, run
 
@@ -64,3 +65,21 @@ def test_an_error_of_the_background_is_raised_before_a_step_changes_anything(run
     assert failing.rows.num_free == CONFIG.max_num_seqs
     failing.table = shared_table
     assert generate(failing) == generate(runner)
+
+
+def test_executables_lowered_in_another_process_do_the_same_in_place(runner, shared_table):
+    model, weights = load_tiny("llama")
+    other = DeviceRunner(model, weights, CONFIG, ladder=LADDER)
+    process = LoweringProcess(other.table.programs)
+    other.table.compiler.lower = process.lower
+    kv = other.state.kv.blocks[0]
+    place = kv.unsafe_buffer_pointer()
+    try:
+        assert generate(other) == generate(runner)
+    finally:
+        process.close()
+    assert kv.is_deleted()
+    assert other.state.kv.blocks[0].unsafe_buffer_pointer() == place
+    for program, entry in other.table.entries.items():
+        made_here = shared_table.entries[program]
+        assert entry.temp_bytes == pytest.approx(made_here.temp_bytes, rel=0.05, abs=256), program
