@@ -137,7 +137,8 @@ class _Run:
     def summary(self) -> str:
         count = len(self.last.outputs[0].token_ids)
         speed = f"{count} new in {self.seconds:.2f} s: {count / self.seconds:.1f} tokens/s"
-        return f"{len(self.prompt)} prompt tokens, {speed} (and {self.ready_seconds:.1f} s for its executables before that)"
+        before = f"and {self.ready_seconds:.1f} s for its executables before that"
+        return f"{len(self.prompt)} prompt tokens, {speed} ({before})"
 
     def _tier(self) -> Tier:
         return self.params.tier
