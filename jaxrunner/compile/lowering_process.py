@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import os
 import pickle
 import subprocess
@@ -132,14 +133,16 @@ def exported(programs: ProgramSet, program: Program) -> Reply:
 
 
 def imported(programs: ProgramSet, program: Program, reply: Reply) -> jax.stages.Lowered:
-    """What `ProgramSet.trace(program).lower()` gives, from a reply."""
+    """What `ProgramSet.trace(program).lower()` gives, from a reply: the same donation, the same names in errors."""
     module, structure = jax.export.deserialize(bytearray(reply.module)), jax.tree.structure(reply.results)
+    function, shapes = programs.function(program)
 
     def run(*arguments: Any) -> Any:
         return jax.tree.unflatten(structure, module.call(*jax.tree.leaves(arguments)))
 
-    _, arguments = programs.function(program)
-    return programs.jit(run, arguments).lower(*arguments)
+    run.__name__ = getattr(function, "func", function).__name__
+    run.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return programs.jit(run, shapes).lower(*shapes)
 
 
 def _settings() -> dict[str, Any]:

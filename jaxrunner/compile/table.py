@@ -174,7 +174,7 @@ class BucketTable:
             return entry
         if self.policy == "next_larger" and (larger := self._larger(program)):
             return larger
-        ready = ", ".join(str(p) for p in self.entries) or "nothing"
+        ready = ", ".join(map(str, list(self.entries))) or "nothing"
         raise BucketMissError(
             f"{program} is not compiled (policy {self.policy!r}; compiled: {ready}). Add it to the ladder and call "
             "warm_up, or use policy='compile'."

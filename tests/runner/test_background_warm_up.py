@@ -9,6 +9,7 @@ import pytest
 from jaxrunner import DeviceRunner, Ladder
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.lowering_process import LoweringProcess
+from jaxrunner.errors import BucketMissError
 from tests.conftest import load_tiny
 from tests.runner.plans import CONFIG, LADDER, new, plan, run
 
@@ -78,6 +79,10 @@ def test_executables_lowered_in_another_process_do_the_same_in_place(runner, sha
         assert generate(other) == generate(runner)
     finally:
         process.close()
+    broken, other.weights = other.weights, {**weights, "norm": weights["norm"][:-1]}
+    with pytest.raises(BucketMissError, match=r"weights\['norm'\]"):
+        run(other, plan({"a": 1}))
+    other.weights = broken
     assert kv.is_deleted()
     assert other.state.kv.blocks[0].unsafe_buffer_pointer() == place
     for program, entry in other.table.entries.items():
