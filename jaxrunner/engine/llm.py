@@ -56,6 +56,8 @@ class LLM:
         ladder: Ladder | None = None,
         **options: Any,
     ):
+        if warm_up not in (False, True, "background"):
+            raise AdmissionError(f"warm_up is {warm_up!r}; it is True, False or 'background'")
         self.model, weights, self.tokenizer = load(model, dtype=dtype)
         config = runner_config(self.model, async_scheduling=async_scheduling, **options)
         free = free_device_bytes() if not {"num_blocks", "kv_bytes"} & set(options) else None

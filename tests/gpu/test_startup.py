@@ -56,7 +56,7 @@ def test_lowered_in_a_process_without_the_device(weights, made_here):
     for program, entry in runner.table.entries.items():
         text, expected = entry.compiled.as_text(), entries[program].compiled.as_text()
         assert mosaic_kernels(text) == mosaic_kernels(expected), program
-        assert made_arrays(text, [cache.size]) == [], program
+        assert len(made_arrays(text, [cache.size])) == len(made_arrays(expected, [cache.size])), program
         assert entry.temp_bytes == pytest.approx(entries[program].temp_bytes, rel=0.01, abs=4096), program
     assert tokens_of(runner) == tokens
 
