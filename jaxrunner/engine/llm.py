@@ -7,8 +7,9 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from jaxrunner.compile.ladder import Ladder
 from jaxrunner.contract import ModelRunnerOutput
 from jaxrunner.device_memory import free_device_bytes
 from jaxrunner.engine.logprobs import token_logprobs
@@ -36,9 +37,11 @@ class LLM:
     activations. The other options size the runner, see `RunnerConfig`; what is left out is chosen for the model and
     the device (`jaxrunner.engine.sizes`): on a GPU the KV cache takes what is free (`jaxrunner.engine.memory`).
     kv_bytes: memory of the KV cache in place of num_blocks. kv_cache_dtype: "fp8" stores it in float8_e4m3fn.
-    warm_up: compile the whole ladder now instead of each bucket at its first use. seed: requests without a seed of
+    warm_up: make the executables of the whole ladder now instead of each at its first use; "background" begins now and
+    serves meanwhile, in larger buckets where the right one is not ready. seed: requests without a seed of
     their own get one derived from it and their number. prefix_caching: reuse the KV of equal prefixes.
-    async_scheduling: plan and launch each step before the tokens of the one before have arrived.
+    async_scheduling: plan and launch each step before the tokens of the one before have arrived. ladder: the padded
+    sizes that are compiled, `Ladder.default` for the sizes if not given.
     """
 
     def __init__(
@@ -46,19 +49,22 @@ class LLM:
         model: str | None = None,
         *,
         dtype: str = "float32",
-        warm_up: bool = False,
+        warm_up: bool | Literal["background"] = False,
         seed: int = 0,
         prefix_caching: bool = True,
         async_scheduling: bool = True,
+        ladder: Ladder | None = None,
         **options: Any,
     ):
+        if warm_up not in (False, True, "background"):
+            raise AdmissionError(f"warm_up is {warm_up!r}; it is True, False or 'background'")
         self.model, weights, self.tokenizer = load(model, dtype=dtype)
         config = runner_config(self.model, async_scheduling=async_scheduling, **options)
         free = free_device_bytes() if not {"num_blocks", "kv_bytes"} & set(options) else None
         if free is not None:
-            ladder = default_ladder(self.model, config)
-            config = dataclasses.replace(config, num_blocks=blocks_that_fit(self.model, weights, config, ladder, free))
-        self.runner = DeviceRunner(self.model, weights, config, seed=seed)
+            rungs = ladder or default_ladder(self.model, config)
+            config = dataclasses.replace(config, num_blocks=blocks_that_fit(self.model, weights, config, rungs, free))
+        self.runner = DeviceRunner(self.model, weights, config, ladder=ladder, seed=seed)
         self.scheduler = Scheduler(
             config, len(self.runner.groups), prefix_caching=prefix_caching, max_stop_ids=config.max_stop_ids
         )
@@ -66,7 +72,9 @@ class LLM:
         self._ids = itertools.count()
         self._in_flight: deque[tuple[Frame, ModelRunnerOutput | AsyncOutput]] = deque()
         self._watched: list[Request] = []  # requests with stop strings
-        if warm_up:
+        if warm_up == "background":
+            self.runner.warm_up(background=True)
+        elif warm_up:
             self.runner.warm_up(progress=True)
 
     def generate(

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
 from jaxrunner.errors import ImplementationError
+from jaxrunner.pallas.target import target
 
 Implementation = str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]] | None
 
@@ -112,10 +111,8 @@ def choice_table() -> str:
 
 
 def compute_capability() -> str | None:
-    """Of the default GPU, e.g. "9.0"; None without one."""
-    if jax.default_backend() != "gpu":
-        return None
-    return str(getattr(jax.devices()[0], "compute_capability", "")) or None
+    """Of the GPU that is traced for, e.g. "9.0"; None without one."""
+    return target().compute_capability or None if target().platform == "gpu" else None
 
 
 def mosaic_unavailable() -> str | None:
