@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import conditions, write  # noqa: E402
 from jaxrunner import DeviceRunner, Ladder, RunnerConfig, SamplingParams  # noqa: E402
+from jaxrunner.compile.entry import Entry  # noqa: E402
 from jaxrunner.engine.request import Request  # noqa: E402
 from jaxrunner.engine.scheduler import Scheduler  # noqa: E402
 from jaxrunner.models.model import LayerSpec, Model  # noqa: E402
@@ -47,7 +48,7 @@ class StubEngine:
         self.runner = DeviceRunner(MODEL, random_weights(MODEL), config, ladder=ladder)
         self.scheduler = Scheduler(config, 1)
         self.runner.table.call = self._call  # type: ignore[method-assign]
-        self.runner.table._lower = lambda program: (_Nothing(), 0.0)  # type: ignore[method-assign]
+        self.runner.table.compiler.make = lambda program: Entry(program, None)  # type: ignore[method-assign]
         params = SamplingParams(temperature=0.0, max_tokens=None)
         for i in range(num_requests):
             self.scheduler.add(Request(f"request-{i}", [5, 6, 7, i % 500], params))
@@ -66,15 +67,6 @@ class StubEngine:
         plan, frame = self.scheduler.schedule()
         self.runner.execute_model(plan)
         self.scheduler.update(frame, self.runner.sample_tokens())
-
-
-class _Nothing:
-    """Stands for a lowered and for a compiled program."""
-
-    def compile(self, **_: object) -> _Nothing:
-        return self
-
-    def memory_analysis(self) -> None: ...
 
 
 def count_calls(engine: StubEngine, steps: int = 5) -> float:

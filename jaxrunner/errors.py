@@ -27,6 +27,10 @@ class BucketMissError(JaxrunnerError, RuntimeError):
     """A step fits no compiled bucket and the policy does not allow to compile one."""
 
 
+class CacheError(JaxrunnerError, OSError):
+    """The cache of executables was asked for by name and cannot be used."""
+
+
 class DonatedStateError(JaxrunnerError, RuntimeError):
     """A state was used after a call had consumed (donated) it."""
 

@@ -1,4 +1,4 @@
-"""The command line: `jaxrunner generate`, `score`, `check-attention`, `ladder` and `doctor`.
+"""The command line: `jaxrunner generate`, `score`, `check-attention`, `buckets`, `cache`, `ladder` and `doctor`.
 
 JAX is imported when a command runs, not before.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import typer
 
+from jaxrunner.cli.buckets import buckets
+from jaxrunner.cli.cache import cache
 from jaxrunner.cli.check_attention import check_attention
 from jaxrunner.cli.doctor import doctor
 from jaxrunner.cli.generate import generate
@@ -23,5 +25,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(score)
 app.command()(check_attention)
+app.command()(buckets)
+app.add_typer(cache)
 app.add_typer(ladder)
 app.command()(doctor)

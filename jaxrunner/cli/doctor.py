@@ -7,16 +7,15 @@ import json
 import os
 import platform
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from jaxrunner import __version__
+from jaxrunner.driver import driver_version
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "jax-cuda12-plugin", "jax-cuda13-plugin", "triton", "jax-triton")
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
@@ -40,7 +39,7 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "versions": {name: _version(name) for name in PACKAGES},
-        "cuda_driver": _cuda_driver(),
+        "cuda_driver": driver_version(),
         **_devices(),
         "implementations": _implementations(),
         "default_model": _default_model(),
@@ -53,13 +52,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cuda_driver() -> str | None:
-    """Version of the kernel driver, which is there also when JAX cannot use it."""
-    if not DRIVER_FILE.is_file():
-        return None
-    return next((word for word in DRIVER_FILE.read_text().split() if word[0].isdigit() and "." in word), None)
 
 
 def _devices() -> dict[str, Any]:

@@ -51,9 +51,7 @@ def generate(
     ids = None if prompt_ids is None else _parse_ids(prompt_ids)
     with command() as console:
         from jaxrunner import LLM, SamplingParams
-        from jaxrunner.compile.persistent import use_compilation_cache
 
-        use_compilation_cache()
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
         with console.status("loading the model"):
             announce_download(console, model)
@@ -61,7 +59,7 @@ def generate(
             options = {"max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype}
             llm = LLM(model, dtype=dtype, max_num_seqs=1, **options)
             run = _Run(llm, params, _encode(llm, prompt or "", raw) if ids is None else ids)
-        with console.status("compiling"):
+        with console.status("loading or compiling the executables"):
             run.warm_up()
         for text in run:
             if not as_json:
@@ -99,11 +97,11 @@ class _Run:
     params: SamplingParams
     prompt: list[int]
     last: RequestOutput = dataclasses.field(init=False)
-    compile_seconds: float = 0.0
+    ready_seconds: float = 0.0
     seconds: float = 0.0
 
     def warm_up(self) -> None:
-        """Compile what this prompt needs, in parallel, so that the text does not stop for it later on."""
+        """Load or compile what this prompt needs, so that the text does not stop for it later on."""
         from jaxrunner.state.records import check_token_ids
 
         config = self.llm.runner.config
@@ -121,8 +119,8 @@ class _Run:
         needed += [programs.finish(1, tier)]
         if self.params.max_tokens != 1:
             needed += [programs.first(ladder.decode_bucket(1, tier))]
-        self.llm.runner.warm_up(programs=[program for program in needed if program], progress=_log_compiled)
-        self.compile_seconds = time.perf_counter() - started
+        self.llm.runner.warm_up(programs=[program for program in needed if program], progress=_log_ready)
+        self.ready_seconds = time.perf_counter() - started
 
     def __iter__(self) -> Iterator[str]:
         started, shown = time.perf_counter(), 0
@@ -139,11 +137,12 @@ class _Run:
     def summary(self) -> str:
         count = len(self.last.outputs[0].token_ids)
         speed = f"{count} new in {self.seconds:.2f} s: {count / self.seconds:.1f} tokens/s"
-        return f"{len(self.prompt)} prompt tokens, {speed} (and {self.compile_seconds:.1f} s of compiling before that)"
+        before = f"and {self.ready_seconds:.1f} s for its executables before that"
+        return f"{len(self.prompt)} prompt tokens, {speed} ({before})"
 
     def _tier(self) -> Tier:
         return self.params.tier
 
 
-def _log_compiled(done: int, total: int, name: str) -> None:
-    logger.info("compiled %s (%d of %d)", name, done, total)
+def _log_ready(done: int, total: int, name: str) -> None:
+    logger.info("ready: %s (%d of %d)", name, done, total)

@@ -7,20 +7,39 @@ import threading
 import jax
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+PERSISTENT_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 _lock = threading.Lock()
 _total = 0
 _registered = False
+_here = threading.local()
 
 
 def compile_count() -> int:
     """Programs compiled in this process since the first call, helper functions included."""
+    _register()
+    with _lock:
+        return _total
+
+
+def persistent_hits() -> int:
+    """Programs that this thread took from JAX's own persistent cache since the first call of either function."""
+    _register()
+    return getattr(_here, "hits", 0)
+
+
+def _register() -> None:
     global _registered
     with _lock:
         if not _registered:
             jax.monitoring.register_event_duration_secs_listener(_listen)
+            jax.monitoring.register_event_listener(_listen_hit)
             _registered = True
-        return _total
+
+
+def _listen_hit(event: str, **_: object) -> None:
+    if event == PERSISTENT_HIT_EVENT:
+        _here.hits = getattr(_here, "hits", 0) + 1
 
 
 def _listen(event: str, duration: float, **_: object) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxrunner.compile.buckets import Bucket, Tier
 from jaxrunner.compile.ladder import FUSED_REQS, Ladder, geometric
 from jaxrunner.models.model import Model
+from jaxrunner.pallas.custom_attention import custom
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.stages.inputs import step_layout
 from jaxrunner.stages.step import begin_step, finish_step, step
@@ -74,6 +75,16 @@ class ProgramSet:
         moves = Program("moves", size=MOVES_PER_CALL)
         return [*admits, *first, *finishes, moves, *dict.fromkeys(self.first(bucket) for bucket in decodes)]
 
+    def by_urgency(self) -> list[Program]:
+        """Every program, in the order in which an engine can use them before all are there: first the largest of each
+        kind and tier, which with the others of its kind missing can do their work."""
+        ladder, most = self.ladder, self.ladder.max_num_reqs
+        prefill = self.first(ladder.mixed_bucket(ladder.max_num_tokens, "greedy"))
+        largest = [prefill, Program("admit", size=self._admit_sizes[-1])]
+        for tier in ladder.tiers:
+            largest += [self.finish(most, tier), self.first(ladder.decode_bucket(most, tier))]
+        return list(dict.fromkeys([*largest, Program("moves", size=MOVES_PER_CALL), *self.all()]))
+
     def first(self, bucket: Bucket) -> Program:
         """What a step in `bucket` begins with: the fused step of a greedy decode of up to FUSED_REQS requests, else the
         first half, which every tier shares and `finish` completes. With `jax_debug_nans` on nothing is fused, so that
@@ -112,10 +123,23 @@ class ProgramSet:
         blocks = sum(-(-program.size // g.block_size) + g.blocks_per_kv_block * ENTRIES_PER_CALL for g in self.groups)
         return admit_layout(program.size, blocks, max_stop_ids=self._max_stop_ids)
 
-    def lower(self, program: Program) -> jax.stages.Lowered:
-        """Trace and lower one program. No array is made. With `jax_debug_nans` on nothing is donated."""
+    def trace(self, program: Program) -> jax.stages.Traced:
+        """One program, ready to be lowered. No array is made. With `jax_debug_nans` on nothing is donated."""
         run, arguments = self.function(program)
-        return jax.jit(run, donate_argnums=_place_of(self._state, arguments)).lower(*arguments)
+        return self.jit(run, arguments).trace(*arguments)
+
+    def jit(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """`jax.jit` of something that takes the arguments of a program, of which it donates the state."""
+        return jax.jit(run, donate_argnums=_place_of(self._state, arguments))
+
+    def identity(self, program: Program) -> list[str] | None:
+        """What decides `program` beside the machine and the versions, or None where text cannot say it: an attention of
+        the user's own is known by its code alone."""
+        if custom(self.implementation):
+            return None
+        leaves, tree = jax.tree.flatten((self._weights, self._state))
+        shapes = " ".join(f"{x.dtype}{list(x.shape)}" for x in leaves)
+        return [*map(repr, (program, self.model, self.implementation, self.ladder.max_num_reqs)), str(tree), shapes]
 
     def function(self, program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """(what the program computes, the shapes of its arguments)."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import dataclasses
 import logging
-import os
 import time
 from collections.abc import Iterable
 from typing import Any, Literal, NoReturn
@@ -13,10 +10,12 @@ from typing import Any, Literal, NoReturn
 import jax
 import numpy as np
 
-from jaxrunner.compile.options import options_for
+from jaxrunner.compile.compiler import Compiler
+from jaxrunner.compile.entry import Entry
+from jaxrunner.compile.executable_cache import ExecutableCache
 from jaxrunner.compile.programs import Program, ProgramSet
 from jaxrunner.compile.progress import Report, reporting
-from jaxrunner.device_memory import return_freed_memory
+from jaxrunner.compile.warm_up import WarmUp
 from jaxrunner.errors import BucketMissError
 from jaxrunner.pallas.custom_attention import custom, name_of
 
@@ -25,68 +24,88 @@ POLICIES: tuple[Policy, ...] = ("compile", "next_larger", "refuse")
 logger = logging.getLogger("jaxrunner")
 
 
-@dataclasses.dataclass
-class Entry:
-    """One executable: seconds to make it, bytes it needs, and its use so far."""
-
-    program: Program
-    compiled: Any
-    lower_seconds: float
-    compile_seconds: float
-    code_bytes: int
-    temp_bytes: int
-    hits: int = 0
-    real_tokens: int = 0
-    padded_tokens: int = 0
-
-    @property
-    def waste(self) -> float:
-        """Part of the tokens it ran that were padding."""
-        return 1 - self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
-
-
 class BucketTable:
     """programs: what can be compiled. policy: what happens when a program is asked for that is not compiled yet:
     "compile" makes it on the spot, counts it and says so; "next_larger" takes the next larger one that is there;
-    "refuse" raises. Both of the latter raise BucketMissError when nothing fits.
+    "refuse" raises. Both of the latter raise BucketMissError when nothing fits. While a warm-up in the background is
+    still to make the program, the next larger one that is ready stands in for it; if there is none, it is made next,
+    and whichever is there first is waited for. compiler_options: XLA options over the measured ones. cache: where
+    executables are kept for the next start.
     """
 
-    def __init__(self, programs: ProgramSet, *, policy: Policy = "compile", compiler_options: dict | None = None):
+    def __init__(
+        self,
+        programs: ProgramSet,
+        *,
+        policy: Policy = "compile",
+        compiler_options: dict | None = None,
+        cache: ExecutableCache | None = None,
+    ):
         if policy not in POLICIES:
             raise ValueError(f"unknown bucket policy {policy!r}; use one of {POLICIES}")
         self.programs = programs
         self.policy = policy
         self.compiler_options = compiler_options
+        self.compiler = Compiler(programs, options=compiler_options, cache=cache)
         self.entries: dict[Program, Entry] = {}
         self.compiled_on_demand = 0
         self.misses = 0
+        self._background: WarmUp | None = None
+        self._said = False
 
     def warm_up(
         self,
         programs: Iterable[Program] | None = None,
         *,
         threads: int | None = None,
+        processes: int | None = None,
         progress: bool | Report = False,
+        background: bool = False,
     ) -> None:
-        """Compile `programs` (all by default): traced one after the other, which Python does no faster in threads,
-        each handed to a pool of compiling threads as soon as it is lowered.
+        """Make `programs` (all by default): loaded from the cache, or traced, lowered and compiled, see `WarmUp`.
 
-        progress: True shows a bar on stderr; or a function called as progress(done, total, name).
+        threads: that compile. processes: that trace and lower beside this one. Both by default as many as pay.
+        progress: True shows a bar on stderr; or a function called as progress(done, total, name), from any thread.
+        background: return at once; the largest program of each kind is made first. Settings that JAX keeps for a thread
+        (`with jax.default_matmul_precision(...)`) do not reach that thread: use `jax.config.update`.
         """
-        todo = [p for p in (self.programs.all() if programs is None else programs) if p not in self.entries]
-        pool = concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count())
-        with reporting(progress, len(todo)) as report, pool:
-            running = []
-            for program in todo:
-                lowered, seconds = self._lower(program)
-                running.append(pool.submit(self._compile, program, lowered, seconds))
-            for done, future in enumerate(concurrent.futures.as_completed(running), 1):
-                entry = future.result()
-                self.entries[entry.program] = entry
-                report(done, len(todo), str(entry.program))
+        chosen = self.programs.all() if programs is None else programs
+        todo = [p for p in chosen if p not in self.entries]
+        running = self._background
+        if running is not None and running.running:
+            if background:
+                raise RuntimeError("a warm-up runs in the background already; wait for it with `join`")
+            for program in (p for p in todo if p in running):
+                running.wait_for(program)
+            todo = [p for p in todo if p not in self.entries]
+        if background:
+            if progress is True:
+                raise ValueError("a warm-up in the background shows no bar; give a function as progress")
+            order = {program: i for i, program in enumerate(self.programs.by_urgency())}
+            options: dict[str, Any] = {} if progress is False else {"report": progress}
+            options |= {"threads": threads, "processes": processes}
+            todo.sort(key=order.__getitem__)
+            self._background = WarmUp(self.compiler, todo, self.entries, **options)
+            self._background.start()
+        else:
+            with reporting(progress, len(todo)) as bar:
+                options = {"threads": threads, "processes": processes, "report": bar}
+                WarmUp(self.compiler, todo, self.entries, **options).run()
+
+    def join(self) -> None:
+        """Wait for a warm-up in the background. Raises what ended it."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.join()
+
+    def check(self) -> None:
+        """Raise, once, what ended a warm-up in the background."""
+        if self._background is not None and self._background.error is not None:
+            self.join()
 
     def get(self, program: Program, *, real_tokens: int = 0) -> Entry:
-        """The entry that will run `program`, or a larger one under "next_larger"; its use is recorded."""
+        """The entry that will run `program`, or a larger one under "next_larger" and while it is being made; its use is
+        recorded."""
         entry = self.entries.get(program)
         if entry is None:
             self.misses += 1
@@ -125,26 +144,16 @@ class BucketTable:
     def stats(self) -> list[dict[str, Any]]:
         """One row per executable, in the order of the ladder."""
         order = {program: i for i, program in enumerate(self.programs.all())}
-        return [
-            {
-                "executable": str(e.program),
-                "lower_s": e.lower_seconds,
-                "compile_s": e.compile_seconds,
-                "code_bytes": e.code_bytes,
-                "temp_bytes": e.temp_bytes,
-                "hits": e.hits,
-                "real_tokens": e.real_tokens,
-                "padded_tokens": e.padded_tokens,
-                "waste": e.waste,
-            }
-            for e in sorted(self.entries.values(), key=lambda e: order.get(e.program, len(order)))
-        ]
+        return [e.row() for e in sorted(self.entries.copy().values(), key=lambda e: order.get(e.program, len(order)))]
 
     def __str__(self) -> str:
-        head = f"{'executable':<28}{'lower s':>8}{'compile s':>10}{'code MB':>9}{'temp MB':>9}{'hits':>7}{'waste':>7}"
+        head = (
+            f"{'executable':<28}{'trace s':>8}{'lower s':>8}{'compile s':>10}{'load s':>8}"
+            f"{'code MB':>9}{'temp MB':>9}{'hits':>7}{'waste':>7}"
+        )
         lines = [
-            f"{r['executable']:<28}{r['lower_s']:>8.2f}{r['compile_s']:>10.2f}{r['code_bytes'] / 1e6:>9.2f}"
-            f"{r['temp_bytes'] / 1e6:>9.2f}{r['hits']:>7}{r['waste']:>7.0%}"
+            f"{r['executable']:<28}{r['trace_s']:>8.2f}{r['lower_s']:>8.2f}{r['compile_s']:>10.2f}{r['load_s']:>8.2f}"
+            f"{r['code_bytes'] / 1e6:>9.2f}{r['temp_bytes'] / 1e6:>9.2f}{r['hits']:>7}{r['waste']:>7.0%}"
             for r in self.stats()
         ]
         tail = f"{len(lines)} executables, {self.misses} misses, {self.compiled_on_demand} compiled on demand"
@@ -153,42 +162,32 @@ class BucketTable:
         return "\n".join([head, *lines, tail])
 
     def _miss(self, program: Program) -> Entry:
+        background = self._background
+        if background is not None and background.running and program in background:
+            return self._meanwhile(program, background)
         if self.policy == "compile":
             started = time.perf_counter()
-            entry = self._compile(program, *self._lower(program))
-            self.entries[program] = entry
-            self.compiled_on_demand += 1
-            logger.info("compiled %s on demand in %.1f s", program, time.perf_counter() - started)
+            entry = self.entries[program] = self.compiler.make(program)
+            self.compiled_on_demand += not entry.load_seconds
+            did = "loaded" if entry.load_seconds else "compiled"
+            logger.info("%s %s on demand in %.1f s", did, program, time.perf_counter() - started)
             return entry
-        if self.policy == "next_larger":
-            for larger in self.programs.larger(program):
-                if larger in self.entries:
-                    return self.entries[larger]
-        ready = ", ".join(str(p) for p in self.entries) or "nothing"
+        if self.policy == "next_larger" and (larger := self._larger(program)):
+            return larger
+        ready = ", ".join(map(str, list(self.entries))) or "nothing"
         raise BucketMissError(
             f"{program} is not compiled (policy {self.policy!r}; compiled: {ready}). Add it to the ladder and call "
             "warm_up, or use policy='compile'."
         )
 
-    def _lower(self, program: Program) -> tuple[Any, float]:
-        started = time.perf_counter()
-        lowered = self.programs.lower(program)
-        return lowered, time.perf_counter() - started
+    def _larger(self, program: Program) -> Entry | None:
+        return next((self.entries[p] for p in self.programs.larger(program) if p in self.entries), None)
 
-    def _compile(self, program: Program, lowered: Any, lower_seconds: float) -> Entry:
-        started = time.perf_counter()
-        options = options_for(program.num_tokens or program.size) | (self.compiler_options or {})
-        compiled = lowered.compile(compiler_options=options)
-        seconds = time.perf_counter() - started
-        return_freed_memory()
-        code, temp = _memory(compiled)
-        return Entry(program, compiled, lower_seconds, seconds, code, temp)
-
-
-def _memory(compiled: jax.stages.Compiled) -> tuple[int, int]:
-    """(bytes of code, bytes of temporaries), 0 where the backend does not say."""
-    analysis = compiled.memory_analysis()
-    return (
-        int(getattr(analysis, "generated_code_size_in_bytes", 0) or 0),
-        int(getattr(analysis, "temp_size_in_bytes", 0) or 0),
-    )
+    def _meanwhile(self, program: Program, background: WarmUp) -> Entry:
+        if not self._said:
+            self._said = True
+            logger.info(
+                "serving while %d executables are still made: the next larger ones stand in for them",
+                background.num_left,
+            )
+        return self._larger(program) or background.wait_for(program, *self.programs.larger(program))

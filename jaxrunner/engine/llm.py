@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.contract import ModelRunnerOutput
@@ -37,7 +37,8 @@ class LLM:
     activations. The other options size the runner, see `RunnerConfig`; what is left out is chosen for the model and
     the device (`jaxrunner.engine.sizes`): on a GPU the KV cache takes what is free (`jaxrunner.engine.memory`).
     kv_bytes: memory of the KV cache in place of num_blocks. kv_cache_dtype: "fp8" stores it in float8_e4m3fn.
-    warm_up: compile the whole ladder now instead of each bucket at its first use. seed: requests without a seed of
+    warm_up: make the executables of the whole ladder now instead of each at its first use; "background" begins now and
+    serves meanwhile, in larger buckets where the right one is not ready. seed: requests without a seed of
     their own get one derived from it and their number. prefix_caching: reuse the KV of equal prefixes.
     async_scheduling: plan and launch each step before the tokens of the one before have arrived.
     ladder: buckets of your own, e.g. fitted to a trace (`jaxrunner.ladder`); AdmissionError if the engine could outgrow
@@ -49,13 +50,15 @@ class LLM:
         model: str | None = None,
         *,
         dtype: str = "float32",
-        warm_up: bool = False,
+        warm_up: bool | Literal["background"] = False,
         seed: int = 0,
         prefix_caching: bool = True,
         async_scheduling: bool = True,
         ladder: Ladder | None = None,
         **options: Any,
     ):
+        if warm_up not in (False, True, "background"):
+            raise AdmissionError(f"warm_up is {warm_up!r}; it is True, False or 'background'")
         self.model, weights, self.tokenizer = load(model, dtype=dtype)
         config = runner_config(self.model, async_scheduling=async_scheduling, **options)
         free = free_device_bytes() if not {"num_blocks", "kv_bytes"} & set(options) else None
@@ -72,7 +75,9 @@ class LLM:
         self._ids = itertools.count()
         self._in_flight: deque[tuple[Frame, ModelRunnerOutput | AsyncOutput]] = deque()
         self._watched: list[Request] = []  # requests with stop strings
-        if warm_up:
+        if warm_up == "background":
+            self.runner.warm_up(background=True)
+        elif warm_up:
             self.runner.warm_up(progress=True)
 
     def generate(

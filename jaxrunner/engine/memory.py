@@ -12,8 +12,12 @@ from typing import Any
 
 import jax
 
+from jaxrunner.compile.compiler import Compiler
+from jaxrunner.compile.entry import Entry
+from jaxrunner.compile.executable_cache import ExecutableCache, open_cache
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.compile.programs import Program, ProgramSet
+from jaxrunner.compile.warm_up import WarmUp
 from jaxrunner.errors import CapacityError
 from jaxrunner.models.model import Model
 from jaxrunner.runner.config import RunnerConfig, empty_state
@@ -22,7 +26,7 @@ MARGIN = 0.02
 """Part of the free memory left alone: allocators round up and fragment."""
 
 
-def largest_temporary(programs: ProgramSet) -> int:
+def largest_temporary(programs: ProgramSet, cache: ExecutableCache | None = None) -> int:
     """Bytes of temporaries and outputs of the most expensive programs, the state itself not counted."""
     ladder = programs.ladder
     tier = ladder.tiers[-1]
@@ -30,7 +34,9 @@ def largest_temporary(programs: ProgramSet) -> int:
         programs.first(ladder.mixed_bucket(ladder.mixed[-1], tier)),
         Program("finish", size=ladder.finish[-1], tier=tier),
     ]
-    return max(_temporary(programs, program) for program in heavy)
+    made: dict[Program, Entry] = {}
+    WarmUp(Compiler(programs, cache=cache), heavy, made).run()
+    return max(entry.temp_bytes + entry.output_bytes for entry in made.values())
 
 
 def blocks_that_fit(model: Model, weights: Any, config: RunnerConfig, ladder: Ladder, free_bytes: int) -> int:
@@ -44,7 +50,8 @@ def blocks_that_fit(model: Model, weights: Any, config: RunnerConfig, ladder: La
     kv_bytes = sum(x.size * x.dtype.itemsize for x in state.kv.blocks)
     per_block = kv_bytes // 2
     rest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) - kv_bytes
-    temporary = largest_temporary(ProgramSet(model, weights, state, ladder, implementation=config.implementation))
+    programs = ProgramSet(model, weights, state, ladder, implementation=config.implementation)
+    temporary = largest_temporary(programs, open_cache(config.executable_cache))
     available = int(free_bytes * (1 - MARGIN)) - rest - temporary
     blocks = available // per_block
     needed = -(-config.max_model_len // config.block_size) + 1
@@ -57,9 +64,3 @@ def blocks_that_fit(model: Model, weights: Any, config: RunnerConfig, ladder: La
         )
     most = needed * config.max_num_seqs
     return int(min(blocks, most))
-
-
-def _temporary(programs: ProgramSet, program: Program) -> int:
-    analysis = programs.lower(program).compile().memory_analysis()
-    outputs = int(analysis.output_size_in_bytes) - int(analysis.alias_size_in_bytes)
-    return int(analysis.temp_size_in_bytes) + max(outputs, 0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxrunner.models.model import Model
 from jaxrunner.models.rope import inv_freq
+from jaxrunner.pallas.target import target
 
 
 def rms_norm(x: Float[Array, "*batch H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "*batch H"]:
@@ -26,7 +26,7 @@ def linear(
     float32 is multiplied in full float32 on every device. One row of bfloat16 on the CPU is a multiply and a sum:
     XLA would otherwise widen the whole matrix to float32 first.
     """
-    if x.shape[0] == 1 and weight.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+    if x.shape[0] == 1 and weight.dtype == jnp.bfloat16 and target().platform == "cpu":
         out = jnp.sum(x.astype(jnp.float32) * weight.astype(jnp.float32), axis=-1)[None].astype(x.dtype)
     else:
         precision = "highest" if weight.dtype == jnp.float32 else None

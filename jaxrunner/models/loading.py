@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +47,44 @@ def load(
     `model.num_token_ids` is the number of ids of the tokenizer where the output has more rows than that.
     Raises `CheckpointError`, before weights are read wherever that is possible.
     """
+    model, tokenizer, read_weights = _opened(source, dtype, layout)
+    return model, read_weights(), tokenizer
+
+
+def describe(source: str | Path | None = None, *, dtype: str = "float32", layout: Layout = "layers") -> Model:
+    """The model of `load` alone: no weight is read, and a directory need not hold any."""
+    return _opened(source, dtype, layout)[0]
+
+
+Opened = tuple[Model, Tokenizer | None, Callable[[], dict[str, Any]]]
+
+
+def _opened(source: str | Path | None, dtype: str, layout: Layout) -> Opened:
     path = default_model_path() if source is None else locate(source)
-    try:
-        return _load(path, dtype, layout)
-    except CheckpointError as error:
-        if str(path) in str(error):
-            raise
-        raise CheckpointError(f"{path}: {error}") from error
+
+    def explained(work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except CheckpointError as error:
+            if str(path) in str(error):
+                raise
+            raise CheckpointError(f"{path}: {error}") from error
+
+    model, tokenizer, read_weights = explained(lambda: _open(path, dtype, layout))
+    return model, tokenizer, lambda: explained(read_weights)
 
 
-def _load(path: Path, dtype: str, layout: Layout) -> tuple[Model, dict[str, Any], Tokenizer | None]:
+def _open(path: Path, dtype: str, layout: Layout) -> Opened:
     if path.is_file():
         file = GGUFFile.open(path)
         config = gguf_loader.config_from_gguf(file)
         model, tokenizer = _described(config, {}, tokenizer_from_gguf(file.metadata), dtype, layout)
-        return model, gguf_loader.load_weights(model, file), tokenizer
+        return model, tokenizer, lambda: gguf_loader.load_weights(model, file)
     config, generation = read_json(path / "config.json"), read_generation_config(path)
     model, tokenizer = _described(config, generation, Tokenizer.from_directory(path), dtype, layout)
-    model = model.replace(kv_scales=safetensors_loader.load_kv_scales(model, path))
-    return model, safetensors_loader.load_weights(model, path), tokenizer
+    if any(path.glob("*.safetensors")):
+        model = model.replace(kv_scales=safetensors_loader.load_kv_scales(model, path))
+    return model, tokenizer, lambda: safetensors_loader.load_weights(model, path)
 
 
 def _described(

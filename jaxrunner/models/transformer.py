@@ -22,6 +22,7 @@ from jaxrunner.pallas.attention import attention
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.pallas.rope_kv_write import rope_kv_write
+from jaxrunner.pallas.target import target
 
 
 def forward(
@@ -50,7 +51,7 @@ def forward(
     stacked = model.layout == "stacked"
     if stacked and (len(caches) != 1 or len(set(model.layers)) != 1):
         raise ValueError("stacked weights need layers that are all alike; load this model with layout='layers'")
-    if not stacked or jax.default_backend() == "gpu":
+    if not stacked or target().platform == "gpu":
         layers = _cut(weights["layers"], model.num_layers) if stacked else weights["layers"]
         for index, (spec, layer_weights) in enumerate(zip(model.layers, layers, strict=True)):
             group, inner = group_of_layer[index]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 
 from jaxrunner.pallas import custom_attention
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
-from jaxrunner.pallas.implementation import Implementation, resolve, untried
+from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.pallas.kv_write import scales_for
 from jaxrunner.state.kv_cache import KEY, VALUE
 from jaxrunner.state.kv_dtype import from_bytes
@@ -64,9 +64,11 @@ def attention(
     if attend := custom_attention.custom(implementation):
         return custom_attention.call(attend, q, blocks, layer, metadata, **options)
     run: Callable[..., Any] = attention_xla
-    against = attention_mosaic.reason_against(q, blocks, scale, soft_cap)
-    against_triton = attention_triton.reason_against(q, blocks, soft_cap)
-    chosen = resolve("attention", implementation, against, against_triton, by_name_only=untried(blocks))
+    against = {
+        "mosaic": attention_mosaic.reason_against(q, blocks, scale, soft_cap),
+        "triton": attention_triton.reason_against(q, blocks, soft_cap),
+    }
+    chosen = resolve("attention", implementation, against)
     if chosen == "reference":
         from jaxrunner.pallas.attention_reference import attention_reference as run
     elif chosen == "triton":

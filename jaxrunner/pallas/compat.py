@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrunner.errors import ImplementationError
+from jaxrunner.pallas.target import target
 
 try:
     from jax.experimental import pallas as pl
@@ -53,9 +54,9 @@ def refusal() -> str | None:
         return reason
     if _interpreting.get() or _abstract_gpu():
         return None
-    if jax.default_backend() != "gpu":
+    if (platform := target().platform) != "gpu":
         return (
-            f"the backend is {jax.default_backend()!r}, not 'gpu'. Use implementation='xla', or run it under "
+            f"the backend is {platform!r}, not 'gpu'. Use implementation='xla', or run it under "
             "jaxrunner.pallas.compat.interpreting() or lower_for_cuda() to test it without a GPU"
         )
     if capability() < MINIMUM_COMPUTE_CAPABILITY:
@@ -73,13 +74,13 @@ def tensor_core_refusal() -> str | None:
 
 
 def capability() -> tuple[int, ...]:
-    """Compute capability of the default GPU, e.g. (9, 0); empty where it is not NVIDIA's."""
-    parts = _capability_text().split(".")
+    """Compute capability of the GPU that is traced for, e.g. (9, 0); empty where it is not NVIDIA's."""
+    parts = target().compute_capability.split(".")
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
 
 def _capability_text() -> str:
-    return str(getattr(jax.devices()[0], "compute_capability", "none"))
+    return target().compute_capability or "none"
 
 
 @contextlib.contextmanager

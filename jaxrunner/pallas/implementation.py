@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
 from jaxrunner.errors import ImplementationError
-from jaxrunner.state.kv_dtype import is_float8
+from jaxrunner.pallas.target import target
 
 Implementation = str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]] | None
 
@@ -40,35 +38,29 @@ AUTOMATIC: dict[str, tuple[tuple[str, str, str], ...]] = {
         (SINCE_AMPERE, "triton", "with jaxrunner[triton]: bfloat16, float16 or float32 throughout, D <= 256"),
     ),
 }
-"""Op -> (compute capability, automatic choice, shapes and types it is for); all else, float8 caches too, is XLA's."""
+"""Op -> (compute capability, automatic choice, shapes and types it is for); all else is XLA's."""
 
 
 def resolve(
     op: str,
     implementation: Implementation,
-    reason: str | None = None,
-    triton_reason: str | None = None,
-    *,
-    by_name_only: bool = False,
+    against: Mapping[str, str | None] | None = None,
 ) -> str:
     """The name of the implementation of `op` to trace; beside a function, which is for attention, the automatic choice.
 
-    reason, triton_reason: why the Mosaic and the Triton kernels cannot take this call's shapes and types, or None. One
-    turns the automatic choice to XLA, and raises ImplementationError where those kernels were asked for by name.
-    by_name_only: the automatic choice passes over the Mosaic kernel though it takes the call.
+    against: kernel ("mosaic", "triton") -> why it cannot take this call's shapes and types, or None. A reason turns the
+    automatic choice to XLA, and raises ImplementationError where that kernel was asked for by name.
     """
     check(implementation)
-    against_best = reason or ("it must be asked for by name" if by_name_only else None)
     name = implementation.get(op) if isinstance(implementation, Mapping) else implementation
     if name is None or callable(name):
-        return best(op, against_best, triton_reason)
+        return best(op, against)
     if name not in AVAILABLE[op]:
         if isinstance(implementation, str) and any(name in names for names in AVAILABLE.values()):
-            return best(op, against_best, triton_reason)
+            return best(op, against)
         raise ImplementationError(f"{op} has no implementation {name!r}; it has {', '.join(AVAILABLE[op])}")
-    if name in ("mosaic", "triton"):
-        mosaic = name == "mosaic"
-        refuse(op, name, mosaic_unavailable() if mosaic else triton_refusal(), reason if mosaic else triton_reason)
+    if name in UNAVAILABLE:
+        refuse(op, name, UNAVAILABLE[name](), (against or {}).get(name))
     return name
 
 
@@ -78,12 +70,6 @@ def refuse(op: str, name: str, unavailable: str | None, reason: str | None) -> N
         raise ImplementationError(f"{op}: the {name} implementation cannot run here: {unavailable}")
     if reason:
         raise ImplementationError(f"{op}: the {name} implementation cannot take this case: {reason}")
-
-
-def untried(blocks: Any) -> bool:
-    """Whether the Mosaic kernels that touch this cache are only for whoever names them: over float8 they have been
-    interpreted and lowered, but none has run on a GPU yet."""
-    return is_float8(blocks)
 
 
 def check(implementation: Implementation) -> None:
@@ -105,13 +91,12 @@ def check(implementation: Implementation) -> None:
             ) from None
 
 
-def best(op: str, reason: str | None = None, triton_reason: str | None = None) -> str:
+def best(op: str, against: Mapping[str, str | None] | None = None) -> str:
     """The automatic choice: what `AUTOMATIC` names for this GPU if it takes the call (see `resolve`), else XLA."""
     found = compute_capability()
     for capability, name, _ in AUTOMATIC[op] if found else ():
-        if name == "mosaic" and found == capability and reason is None and mosaic_unavailable() is None:
-            return name
-        if name == "triton" and found != HOPPER and triton_reason is None and triton_refusal() is None:
+        meant_for = found == HOPPER if capability == HOPPER else found != HOPPER
+        if meant_for and (against or {}).get(name) is None and UNAVAILABLE[name]() is None:
             return name
     return "xla"
 
@@ -126,10 +111,8 @@ def choice_table() -> str:
 
 
 def compute_capability() -> str | None:
-    """Of the default GPU, e.g. "9.0"; None without one."""
-    if jax.default_backend() != "gpu":
-        return None
-    return str(getattr(jax.devices()[0], "compute_capability", "")) or None
+    """Of the GPU that is traced for, e.g. "9.0"; None without one."""
+    return target().compute_capability or None if target().platform == "gpu" else None
 
 
 def mosaic_unavailable() -> str | None:
@@ -144,3 +127,10 @@ def triton_refusal() -> str | None:
     from jaxrunner.pallas import triton_compat
 
     return triton_compat.refusal()
+
+
+UNAVAILABLE: dict[str, Callable[[], str | None]] = {
+    "mosaic": lambda: mosaic_unavailable(),
+    "triton": lambda: triton_refusal(),
+}
+"""Kernel -> why it cannot run in this process, or None."""

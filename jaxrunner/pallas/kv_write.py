@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
 from jaxrunner.errors import NotBuiltError
-from jaxrunner.pallas.implementation import Implementation, resolve, untried
+from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.state.kv_cache import KEY, VALUE
 from jaxrunner.state.kv_dtype import FLOAT8, FLOAT8_MAX, is_float8, to_bytes
 
@@ -37,7 +37,7 @@ def kv_write(
     kv_scales = scales_for(blocks, kv_scales)
     run: Callable[..., Any] = kv_write_xla
     reason = mosaic.reason_against(blocks)
-    if resolve("kv_write", implementation, reason, by_name_only=untried(blocks)) == "mosaic":
+    if resolve("kv_write", implementation, {"mosaic": reason}) == "mosaic":
         run = mosaic.kv_write_mosaic
     return run(blocks, layer, k, v, slot_mapping, kv_scales=kv_scales)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
 from jaxrunner.models.layers import apply_rope, rms_norm
-from jaxrunner.pallas.implementation import Implementation, resolve, untried
+from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.pallas.kv_write import kv_write_xla, scales_for
 
 
@@ -43,7 +43,7 @@ def rope_kv_write(
     kv_scales = scales_for(blocks, kv_scales)
     run: Callable[..., Any] = rope_kv_write_xla
     reason = mosaic.reason_against(qkv, blocks)
-    if resolve("rope_kv_write", implementation, reason, by_name_only=untried(blocks)) == "mosaic":
+    if resolve("rope_kv_write", implementation, {"mosaic": reason}) == "mosaic":
         run = mosaic.rope_kv_write_mosaic
     return run(qkv, blocks, layer, slot_mapping, rope, q_norm=q_norm, k_norm=k_norm, eps=eps, kv_scales=kv_scales)
 

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from jaxrunner.pallas.compat import capability
+from jaxrunner.pallas.target import target
 
 MINIMUM_COMPUTE_CAPABILITY = (8, 0)
 INSTALL = "pip install 'jaxrunner[triton]'"
@@ -42,8 +43,8 @@ def refusal() -> str | None:
     """Why a Triton kernel cannot be traced here and now, or None."""
     if (reason := unavailable_reason()) or interpreting():
         return reason
-    if jax.default_backend() != "gpu":
-        return f"the backend is {jax.default_backend()!r}; it needs an NVIDIA GPU and the extra: {INSTALL}"
+    if (platform := target().platform) != "gpu":
+        return f"the backend is {platform!r}; it needs an NVIDIA GPU and the extra: {INSTALL}"
     if (found := capability()) < MINIMUM_COMPUTE_CAPABILITY:
         text = ".".join(map(str, found))
         return f"it needs compute capability 8.0 or newer, this GPU has {text}" if found else "it needs NVIDIA's"
@@ -57,7 +58,7 @@ def small_shared_memory() -> bool:
 
 def num_cores() -> int:
     """Multiprocessors of the GPU, or those of an A100."""
-    return getattr(jax.devices()[0], "core_count", None) or 108
+    return target().num_cores or 108
 
 
 def call(

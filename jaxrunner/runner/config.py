@@ -20,7 +20,8 @@ class RunnerConfig:
     same by default). kv_cache_dtype, kv_scales: see `init_state`.
     async_scheduling: `sample_tokens` returns an output that is still on its way.
     max_stop_ids: end ids of a request that asks for min_tokens, the model's and its own.
-    bucket_policy: see `BucketTable`. implementation: see `jaxrunner.pallas.implementation`.
+    bucket_policy: see `BucketTable`. executable_cache: a directory of this user's own in which executables are kept for
+    the next start, "off" for none; by default see `open_cache`. implementation: see `jaxrunner.pallas.implementation`.
     check_invariants: audit the plan of every step (slow; for tests).
     """
 
@@ -35,6 +36,7 @@ class RunnerConfig:
     async_scheduling: bool = False
     max_stop_ids: int = MAX_STOP_IDS
     bucket_policy: Policy = "compile"
+    executable_cache: str | None = None
     implementation: Implementation = None
     check_invariants: bool = False
 

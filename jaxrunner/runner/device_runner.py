@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrunner.compile.buckets import Tier
+from jaxrunner.compile.executable_cache import open_cache
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.compile.programs import Program, ProgramSet
 from jaxrunner.compile.table import BucketTable
@@ -64,7 +65,8 @@ class DeviceRunner:
         self.state: RunnerState = empty_state(model, config)
         self.groups = self.state.tables.groups
         programs = ProgramSet(model, weights, self.state, self.ladder, implementation=config.implementation)
-        self.table = BucketTable(programs, policy=config.bucket_policy)
+        cache = open_cache(config.executable_cache)
+        self.table = BucketTable(programs, policy=config.bucket_policy, cache=cache)
         self.rows = RowMap(config.max_num_seqs)
         widths = [table.shape[1] for table in self.state.tables.block_table]
         self._host = HostRows(config.max_num_seqs + 1, self.groups, widths, config.max_model_len)
@@ -78,8 +80,9 @@ class DeviceRunner:
         writes have been applied).
 
         A plan that cannot be run raises AdmissionError or NotBuiltError before anything has changed. Raises
-        RuntimeError if the previous step still waits for `sample_tokens`.
+        RuntimeError if the previous step still waits for `sample_tokens`, and what ended a warm-up in the background.
         """
+        self.table.check()
         if self._parked is not None:
             raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
         self._check(scheduler_output)
@@ -109,7 +112,7 @@ class DeviceRunner:
         return result if self.config.async_scheduling else result.get_output()
 
     def warm_up(self, **options: Any) -> None:
-        """Compile the whole ladder, see `BucketTable.warm_up`."""
+        """Make the executables of the whole ladder, now or in the background; see `BucketTable.warm_up`."""
         self.table.warm_up(**options)
 
     def update_states(self, so: SchedulerOutput) -> np.ndarray:

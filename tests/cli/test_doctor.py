@@ -1,4 +1,3 @@
-import importlib
 import json
 
 from typer.testing import CliRunner
@@ -43,14 +42,3 @@ def test_a_backend_that_cannot_start_is_reported(monkeypatch):
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
     assert "no such platform" in result.stdout
-
-
-def test_the_driver_version_is_read_where_the_kernel_shows_it(tmp_path, monkeypatch):
-    doctor = importlib.import_module("jaxrunner.cli.doctor")  # the package holds the command under this name
-
-    file = tmp_path / "version"
-    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Fri Jul 1 2026\nGCC version: 13.2.0\n")
-    monkeypatch.setattr(doctor, "DRIVER_FILE", file)
-    assert doctor._cuda_driver() == "580.159.04"
-    monkeypatch.setattr(doctor, "DRIVER_FILE", tmp_path / "none")
-    assert doctor._cuda_driver() is None

@@ -29,7 +29,7 @@ def test_json_is_one_object_with_the_golden_ids(index):
     assert result.exit_code == 0, result.stderr
     expected = {"token_ids": GREEDY[index]["ids"], "text": "", "finish_reason": "length"}
     assert json.loads(result.stdout) == expected
-    assert "compiled" in result.stderr
+    assert "ready: finish[1]/greedy" in result.stderr
     assert "16 new in" in result.stderr
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from jaxrunner import Bucket, BucketTable, Ladder, compiler_options
 from jaxrunner.compile import options
+from jaxrunner.compile.compiler import LoweredProgram
 from tests.compile.test_table import programs_of
 
 
@@ -25,7 +26,7 @@ def test_a_gpu_takes_what_was_measured_for_its_size(monkeypatch, tokens, measure
 
 def test_the_users_options_come_last(monkeypatch):
     seen = []
-    monkeypatch.setattr("jaxrunner.compile.table.options_for", lambda n: {"xla_a": n, "xla_b": 0})
+    monkeypatch.setattr("jaxrunner.compile.compiler.options_for", lambda n: {"xla_a": n, "xla_b": 0})
     table = BucketTable(programs_of(Ladder((2,), (4,), (2,), tiers=("greedy",))), compiler_options={"xla_b": 1})
 
     class Lowered:
@@ -35,6 +36,6 @@ def test_the_users_options_come_last(monkeypatch):
 
     for program in table.programs.all():
         with pytest.raises(StopIteration):
-            table._compile(program, Lowered(), 0.0)
+            table.compiler.compile(LoweredProgram(program, Lowered(), 0.0, 0.0))
     assert {o["xla_b"] for o in seen} == {1}
     assert {2, 4} <= {o["xla_a"] for o in seen}

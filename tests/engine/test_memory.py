@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from jaxrunner import Ladder, RunnerConfig
+from jaxrunner.compile.compiler import Compiler
 from jaxrunner.compile.programs import Program, ProgramSet
 from jaxrunner.device_memory import free_device_bytes
 from jaxrunner.engine import memory
@@ -32,7 +33,7 @@ def test_k110_only_what_is_free_counts():
 
 
 def test_blocks_plus_everything_else_fit_and_one_more_block_would_not(monkeypatch):
-    monkeypatch.setattr(memory, "largest_temporary", lambda programs: 3_000_000)
+    monkeypatch.setattr(memory, "largest_temporary", lambda programs, cache: 3_000_000)
     monkeypatch.setattr(memory, "MARGIN", 0.0)
     state = jax.eval_shape(lambda: empty_state(MODEL, CONFIG))
     rest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.replace(kv=None)))
@@ -42,12 +43,12 @@ def test_blocks_plus_everything_else_fit_and_one_more_block_would_not(monkeypatc
 
 
 def test_no_more_blocks_than_all_sequences_can_use(monkeypatch):
-    monkeypatch.setattr(memory, "largest_temporary", lambda programs: 0)
+    monkeypatch.setattr(memory, "largest_temporary", lambda programs, cache: 0)
     assert memory.blocks_that_fit(MODEL, abstract_weights(MODEL), CONFIG, LADDER, 10**12) == 17 * 4
 
 
 def test_too_little_memory_says_what_was_missing(monkeypatch):
-    monkeypatch.setattr(memory, "largest_temporary", lambda programs: 0)
+    monkeypatch.setattr(memory, "largest_temporary", lambda programs, cache: 0)
     with pytest.raises(CapacityError, match="max_model_len=128 needs 17"):
         memory.blocks_that_fit(MODEL, abstract_weights(MODEL), CONFIG, LADDER, 40_000)
 
@@ -57,13 +58,14 @@ def test_k109_the_most_expensive_sampler_path_is_measured():
     programs = ProgramSet(MODEL, abstract_weights(MODEL), state, LADDER)
     worst = memory.largest_temporary(programs)
     for tier in LADDER.tiers:
-        assert worst >= memory._temporary(programs, Program("finish", size=4, tier=tier))
+        entry = Compiler(programs).make(Program("finish", size=4, tier=tier))
+        assert worst >= entry.temp_bytes + entry.output_bytes
     assert worst >= 4 * MODEL.vocab_size * 4
 
 
 def test_k111_scheduler_and_arrays_count_the_same_blocks(monkeypatch):
     """A head of 96 takes 96 numbers in the cache, on the host's side as on the device's: nothing is padded to 128."""
-    monkeypatch.setattr(memory, "largest_temporary", lambda programs: 0)
+    monkeypatch.setattr(memory, "largest_temporary", lambda programs, cache: 0)
     monkeypatch.setattr(memory, "MARGIN", 0.0)
     model = MODEL.replace(head_dim=96)
     state = jax.eval_shape(lambda: empty_state(model, CONFIG))

@@ -546,4 +546,44 @@ LADDERS = (
     ),
 )
 
-MUTATIONS: tuple[Mutation, ...] = PADDING + RANDOMNESS + ROW_FIELDS + FLOAT8 + LADDERS
+
+CACHE_TESTS = "tests/compile/test_executable_cache.py::"
+CACHE = (
+    Mutation(
+        "cache: signatures are not compared",
+        "compile/executable_cache.py",
+        "if not hmac.compare_digest(data[len(MAGIC) : start], self._mac(body)):",
+        "if False:",
+        (CACHE_TESTS + "test_an_entry_signed_elsewhere_is_not_used",),
+    ),
+    Mutation(
+        "cache: an entry is used for whatever its name says",
+        "compile/executable_cache.py",
+        'if header["program"] != key.program or header["parts"] != key.parts:',
+        "if False:",
+        (CACHE_TESTS + "test_an_entry_under_another_name_is_not_used",),
+    ),
+    Mutation(
+        "cache: another user's file is read",
+        "compile/private_files.py",
+        'if found.st_uid != os.geteuid():\n            raise PermissionError(f"{path.name} belongs',
+        'if False:\n            raise PermissionError(f"{path.name} belongs',
+        (CACHE_TESTS + "test_another_users_entry_is_not_used",),
+    ),
+    Mutation(
+        "cache: what JAX's own cache gave is kept",
+        "compile/compiler.py",
+        "if persistent_hits() == hits and self.cache",
+        "if self.cache",
+        ("tests/compile/test_compiler.py::test_what_comes_from_jaxs_own_cache_is_not_kept",),
+    ),
+    Mutation(
+        "warm-up: a program that is waited for keeps its place",
+        "compile/warm_up.py",
+        "self._urgent.append(program)",
+        "pass",
+        ("tests/compile/test_warm_up.py::test_a_program_that_nothing_can_replace_is_made_next",),
+    ),
+)
+
+MUTATIONS: tuple[Mutation, ...] = PADDING + RANDOMNESS + ROW_FIELDS + FLOAT8 + LADDERS + CACHE

@@ -370,12 +370,13 @@ def test_rope_kv_write_on_the_gpu(shape, norm, tokens):
     check_rope(args, named, run_rope(args, named, functools.partial(rope_kv_write, eps=1e-5, implementation="mosaic")))
 
 
-def test_the_automatic_choice_passes_over_what_has_not_run_on_a_gpu(monkeypatch):
-    from jaxrunner.pallas import implementation
+def test_the_automatic_choice_over_float8_is_the_kernels(monkeypatch):
+    from jaxrunner.pallas import attention_mosaic, implementation, kv_write_mosaic
 
     monkeypatch.setattr(implementation, "compute_capability", lambda: "9.0")
     monkeypatch.setattr(implementation, "mosaic_unavailable", lambda: None)
-    for op in ("kv_write", "rope_kv_write", "attention"):
-        assert implementation.resolve(op, None) == "mosaic"
-        assert implementation.resolve(op, None, by_name_only=True) == "xla"
-        assert implementation.resolve(op, "mosaic", by_name_only=True) == "mosaic"
+    blocks = jnp.zeros((2, 2, 8, 16, 8, 128), jnp.uint8)
+    q = jnp.zeros((8, 32, 128), jnp.bfloat16)
+    assert implementation.resolve("kv_write", None, {"mosaic": kv_write_mosaic.reason_against(blocks)}) == "mosaic"
+    reason = attention_mosaic.reason_against(q, blocks, 1.0, None)
+    assert implementation.resolve("attention", None, {"mosaic": reason}) == "mosaic"

@@ -75,14 +75,14 @@ def test_a_plain_name_applies_to_the_ops_which_have_it(monkeypatch):
 def test_the_automatic_choice(monkeypatch, capability, triton, reason, choice):
     monkeypatch.setattr(implementation, "compute_capability", lambda: capability)
     monkeypatch.setattr(implementation, "triton_refusal", lambda: triton)
-    assert best("attention", triton_reason=reason) == choice
-    assert best("kv_write", triton_reason=reason) == "xla"
+    assert best("attention", {"triton": reason}) == choice
+    assert best("kv_write", {"triton": reason}) == "xla"
 
 
 def test_hopper_never_takes_triton_by_itself(monkeypatch):
     monkeypatch.setattr(implementation, "compute_capability", lambda: "9.0")
     monkeypatch.setattr(implementation, "triton_refusal", lambda: None)
-    assert best("attention", reason="float32") == "xla"
+    assert best("attention", {"mosaic": "float32"}) == "xla"
     monkeypatch.setattr(implementation, "mosaic_unavailable", lambda: None)
     assert best("attention") == "mosaic"
 
