@@ -174,8 +174,8 @@ PADDING = (
     Mutation(
         "sample: padding gets a token",
         "stages/sample.py",
-        "jnp.where(samples, ids, NO_TOKEN)",
-        "ids",
+        "jnp.where(samples, sampled.token_ids, NO_TOKEN)",
+        "sampled.token_ids",
         (ORACLE_MIXED, ORACLE_DECODE),
     ),
     Mutation(
@@ -349,22 +349,22 @@ RANDOMNESS = (
     Mutation(
         "sample: the draw depends on the row, not on the position",
         "stages/sample.py",
-        "state.sampling.take(requests.idx_mapping), requests.seq_lens, tier=tier",
-        "state.sampling.take(requests.idx_mapping), requests.idx_mapping, tier=tier",
+        "sample_tokens(logits, params, requests.seq_lens, tier=tier",
+        "sample_tokens(logits, params, requests.idx_mapping, tier=tier",
         (ORACLE_DECODE,),
     ),
     Mutation(
         "sample: parameters are taken by place in the batch",
         "stages/sample.py",
-        "state.sampling.take(requests.idx_mapping)",
-        "state.sampling.take(jnp.arange(requests.idx_mapping.shape[0]))",
+        "state.sampling.take(rows)",
+        "state.sampling.take(jnp.arange(rows.shape[0]))",
         (ORACLE_DECODE, ORACLE_MIXED),
     ),
     Mutation(
         "sampler: greedy rows of a random batch are drawn",
         "sampling/sampler.py",
-        "return jnp.where(params.temperature < GREEDY_BELOW, greedy, drawn)",
-        "return drawn",
+        "tokens = jnp.where(is_greedy, tokens, jnp.argmax(scores + noise, axis=-1).astype(jnp.int32))",
+        "tokens = jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)",
         (SAMPLER + "test_greedy_rows_in_a_random_batch_are_exact",),
         fast=True,
     ),
@@ -432,10 +432,10 @@ ROW_FIELDS = (
         (GARBAGE_ROW, ADMISSION + "test_releasing_a_row_zeroes_it"),
     ),
     Mutation(
-        "admit: stop ids of the last owner stay",
+        "admit: lists of the last owner stay",
         "state/admission.py",
-        'sampling.replace(stop_ids=sampling.stop_ids.at[rewritten].set(stop_ids, mode="drop"))',
-        "sampling",
+        'lists = sampling.lists.at[rewritten].set(0, mode="drop")',
+        "lists = sampling.lists",
         (GARBAGE_ROW, ADMISSION + "test_releasing_a_row_zeroes_it"),
     ),
     Mutation(

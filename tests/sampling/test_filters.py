@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import hypothesis.strategies as st
@@ -14,15 +13,15 @@ from hypothesis import given, settings
 
 from jaxrunner import SamplingParams
 from jaxrunner.sampling.min_p import min_p
-from jaxrunner.sampling.sampler import apply_filters, sample_tokens
+from jaxrunner.sampling.sampler import apply_filters
 from jaxrunner.sampling.temperature import scale
 from jaxrunner.sampling.top_k import top_k
 from jaxrunner.sampling.top_p import integer_masses, top_p
-from tests.sampling.rows import sampling_state
+from tests.sampling.rows import compiled, sampling_state
 
 ROWS, VOCAB = 4, 13
 few = settings(max_examples=80, deadline=None)
-run = {tier: jax.jit(functools.partial(sample_tokens, tier=tier)) for tier in ("greedy", "random", "filtered")}
+run = {tier: compiled(tier) for tier in ("greedy", "random", "filtered")}
 ops = {
     op.__name__: jax.jit(lambda logits, x, op=op: op(scale(logits, jnp.ones(len(logits))), x))
     for op in (min_p, top_k, top_p)

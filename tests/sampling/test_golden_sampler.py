@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxrunner import SamplingParams
-from jaxrunner.sampling.sampler import apply_filters, sample_tokens
+from jaxrunner.sampling.sampler import apply_filters
 from jaxrunner.sampling.temperature import scale
 from tests.conftest import GOLDEN
-from tests.sampling.rows import sampling_state
+from tests.sampling.rows import compiled, sampling_state
 
 DATA = dict(np.load(GOLDEN / "smollm2" / "sampler.npz"))
 PROMPTS = ("chat_list", "raw_story", "raw_numbers")
@@ -66,7 +66,7 @@ def test_every_setting_is_compared():
 
 
 def test_draws_stay_in_the_support():
-    run = jax.jit(functools.partial(sample_tokens, tier="filtered"))
+    run = compiled("filtered")
     logits = jnp.tile(jnp.asarray(DATA["logits_chat_list"]), (len(NAMES), 1))
     seen = np.stack([run(logits, STATE, jnp.full(len(NAMES), position)) for position in range(12)])
     for column, name in enumerate(NAMES):
