@@ -19,7 +19,8 @@ class Logprob:
 class CompletionOutput:
     """text: decoded token_ids without special tokens, cut at a stop string. finish_reason: None while it runs, else
     "stop", "length", "abort" or "error"; error: what went wrong with this request alone. stop_reason: the stop id or
-    stop string of the user's that ended it, None for the model's own end. logprobs: for each token the sampled id, then the best ids; None if not asked for. cumulative_logprob: of all sampled tokens. sampling_mask: for each token the
+    stop string of the user's that ended it, None for the model's own end. logprobs: for each token the sampled id, then
+    the best ids; None if not asked for. cumulative_logprob: of all sampled tokens. sampling_mask: for each token the
     ids it was drawn from, ascending; None if not asked for."""
 
     index: int

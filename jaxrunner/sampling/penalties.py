@@ -58,7 +58,6 @@ def occurrences(history: History, length: Int32[Array, "B"], vocab_size: int) ->
         return jnp.where(chosen & (tokens >= 0), tokens, vocab_size)  # out of range: dropped, where -1 would wrap
 
     words = jnp.zeros((rows, vocab_size), jnp.uint32)
-    words = words.at[row, column(is_known & is_output)].add(1, mode="drop")
-    # Added, the bits of two occurrences in the prompt would cancel.
+    # The bit is not added: two occurrences in the prompt would cancel.
     words = words.at[row, column(is_known & ~is_output)].max(IN_PROMPT, mode="drop")
-    return words
+    return words.at[row, column(is_known & is_output)].add(1, mode="drop")
