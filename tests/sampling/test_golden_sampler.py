@@ -18,18 +18,19 @@ from tests.sampling.rows import compiled, sampling_state
 
 DATA = dict(np.load(GOLDEN / "smollm2" / "sampler.npz"))
 PROMPTS = ("chat_list", "raw_story", "raw_numbers")
-NAMES = sorted({key.split("/")[1] for key in DATA if "/" in key and "rep" not in key})
+NAMES = sorted({key.split("/")[1] for key in DATA if "/" in key})
 ATOL = 3e-5
 
 
 def parameters(name: str) -> SamplingParams:
     """min_p0.02_top_k20_top_p0.9_temp1.2 -> the parameters."""
-    found = dict(re.findall(r"(min_p|top_k|top_p|temp)([\d.]+)", name))
+    found = dict(re.findall(r"(rep|min_p|top_k|top_p|temp)([\d.]+)", name))
     return SamplingParams(
         temperature=float(found.get("temp", 1.0)),
         top_k=int(found.get("top_k", 0)),
         top_p=float(found.get("top_p", 1.0)),
         min_p=float(found.get("min_p", 0.0)),
+        repetition_penalty=float(found.get("rep", 1.0)),
         seed=len(name),
     )
 
