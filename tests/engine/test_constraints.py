@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
 import pytest
 
-from jaxrunner import SamplingParams
+from jaxrunner import LLM, SamplingParams
 from jaxrunner.engine.bad_words import bad_words_token_ids
 from jaxrunner.errors import AdmissionError
 from tests.conftest import GOLDEN
 
-pytestmark = pytest.mark.smollm2
+COUNT, TEXT, ALLOWED = 24, "The capital of France is", 6
+STUCK = {"allowed_token_ids": [40, 41], "bad_words_token_ids": [[40, 40], [41]]}
+smollm2 = pytest.mark.smollm2
 
 
 @functools.cache
@@ -38,80 +41,82 @@ def parameters(arguments: dict) -> dict:
     return found
 
 
-def cases() -> list[dict]:
-    return [c for c in golden("f32.json")["processed_greedy"] if parameters(c["hf_arguments"])]
+@functools.cache
+def golden_cases() -> list[dict]:
+    """All but one, so that the batch's prompts are one step."""
+    done = [c for c in golden("f32.json")["processed_greedy"] if parameters(c["hf_arguments"])]
+    return [c for c in done if c["prompt"] != "raw_code"]
 
 
-def test_greedy_continuations_equal_those_of_transformers(smollm2_llm):
-    """Eight cases in one batch, up to the first place where float32 may choose otherwise."""
-    chosen = cases()
-    assert len(chosen) == 8
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, **parameters(c["hf_arguments"])) for c in chosen
-    ]
-    outputs = smollm2_llm.generate([prompt_ids(c["prompt"]) for c in chosen], params)
-    for case, output in zip(chosen, outputs, strict=True):
-        sure = next((i for i, margin in enumerate(case["margins"]) if margin < 0.01), 24)
+@pytest.fixture(scope="module")
+def outputs(smollm2_llm):
+    """One batch for all tests, name or number of a golden case -> its output: a few executables serve them all."""
+    greedy = functools.partial(SamplingParams, temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    asked = {
+        i: (prompt_ids(c["prompt"]), greedy(**parameters(c["hf_arguments"]))) for i, c in enumerate(golden_cases())
+    }
+    asked |= {
+        "free": (TEXT, greedy()),
+        "banned": (TEXT, greedy(bad_words=[" Paris"])),
+        "stuck": ([504], greedy(**STUCK)),
+    }
+    prompt, allowed = asked[ALLOWED]
+    asked[ALLOWED] = prompt, dataclasses.replace(allowed, return_sampling_mask=True)
+    prompts, params = map(list, zip(*asked.values(), strict=True))
+    made = smollm2_llm.generate(prompts, params)
+    return dict(zip(asked, (output.outputs[0] for output in made), strict=True))
+
+
+@smollm2
+def test_greedy_continuations_equal_those_of_transformers(outputs):
+    """Seven cases, up to the first place where float32 may choose otherwise."""
+    assert len(golden_cases()) == 7
+    for i, case in enumerate(golden_cases()):
+        sure = next((i for i, margin in enumerate(case["margins"]) if margin < 0.01), COUNT)
         assert sure >= 9
-        assert output.outputs[0].token_ids[:sure] == case["greedy"][:24][:sure], case["label"]
+        assert outputs[i].token_ids[:sure] == case["greedy"][:COUNT][:sure], case["label"]
 
 
-def test_k056_k057_words_are_banned_as_they_are_written(smollm2_llm):
+@smollm2
+def test_k056_k057_words_are_banned_as_they_are_written(smollm2_llm, outputs):
     """Without special tokens, at the start of a text and after a space, whatever the number of ids."""
     tokenizer = smollm2_llm.tokenizer
-    ids = bad_words_token_ids(tokenizer, ["capital", " Paris", "exag"])
-    assert [tokenizer.decode(word, skip_special_tokens=False) for word in ids] == [
-        "capital",
-        " capital",
-        "Paris",
-        " Paris",
-        "exag",
-        " exag",
-    ]
+    words = ["capital", " Paris", "exag"]
+    ids = bad_words_token_ids(tokenizer, words)
+    spelled = [tokenizer.decode(word, skip_special_tokens=False) for word in ids]
+    assert spelled == [form for word in words for form in (word.strip(), f" {word.strip()}")]
     assert len({len(word) for word in ids}) > 1
-    prompt = "The capital of France is"
-    free, banned = (
-        smollm2_llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=8, bad_words=words))[0]
-        .outputs[0]
-        .text
-        for words in (None, [" Paris"])
-    )
-    assert "Paris" in free
-    assert "Paris" not in banned
+    assert "Paris" in outputs["free"].text
+    assert "Paris" not in outputs["banned"].text
 
 
-def test_a_request_without_any_id_left_ends_with_an_error_of_its_own(smollm2_llm):
-    """Also one that has generated before, and in a stream; the others get all their tokens."""
-    stuck = SamplingParams(temperature=0.0, allowed_token_ids=[40, 41], bad_words_token_ids=[[40, 40], [41]])
-    plain = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    alone = smollm2_llm.generate(["1, 2, 3,"], plain)[0].outputs[0]
-    first, second = smollm2_llm.generate(["1, 2, 3,", "1, 2, 3,"], [stuck, plain])
-    assert first.outputs[0].token_ids == [40]
-    assert first.outputs[0].finish_reason == "error"
-    assert first.finished
-    assert first.request_id in first.outputs[0].error
-    assert (second.outputs[0].token_ids, second.outputs[0].error) == (alone.token_ids, None)
-    *_, last = smollm2_llm.stream("1, 2, 3,", stuck)
+@smollm2
+def test_a_request_without_any_id_left_ends_with_an_error_of_its_own(outputs):
+    stuck = outputs["stuck"]
+    assert (stuck.token_ids, stuck.finish_reason) == ([40], "error")
+    assert "forbid every token id" in stuck.error
+    others = [output for name, output in outputs.items() if name != "stuck"]
+    assert all((len(o.token_ids), o.finish_reason, o.error) == (COUNT, "length", None) for o in others)
+
+
+@smollm2
+def test_a_sampling_mask_for_each_token(outputs):
+    assert outputs[ALLOWED].sampling_mask == [golden_cases()[ALLOWED]["hf_arguments"]["allowed"]] * COUNT
+    assert outputs["free"].sampling_mask is None
+
+
+def test_a_stream_ends_with_the_error():
+    options = {"max_num_seqs": 1, "max_model_len": 32, "max_num_batched_tokens": 16}
+    llm = LLM(str(GOLDEN / "tiny" / "llama"), **options)
+    *_, last = llm.stream([5, 9], SamplingParams(temperature=0.0, **STUCK))
     assert (last.outputs[0].token_ids, last.outputs[0].finish_reason) == ([40], "error")
-
-
-def test_a_sampling_mask_for_each_token(smollm2_llm):
-    params = SamplingParams(temperature=1.0, seed=4, top_k=5, max_tokens=6, return_sampling_mask=True, ignore_eos=True)
-    silent = SamplingParams(temperature=1.0, seed=4, top_k=5, max_tokens=6, ignore_eos=True)
-    asked, other = smollm2_llm.generate(["Once upon a time"] * 2, [params, silent])
-    completion = asked.outputs[0]
-    assert [len(ids) for ids in completion.sampling_mask] == [5] * 6
-    assert all(token in ids for token, ids in zip(completion.token_ids, completion.sampling_mask, strict=True))
-    assert other.outputs[0].sampling_mask is None
-    assert other.outputs[0].token_ids == completion.token_ids
-
-
-def test_what_cannot_be_done_is_refused_before_anything_runs(smollm2_llm):
+    assert last.request_id in last.outputs[0].error
     for fields, message in (
-        ({"logit_bias": {49152: 1.0}}, "49152"),
+        ({"logit_bias": {256: 1.0}}, "256"),
         ({"replay_token_ids": [1]}, "replay_tokens=1"),
         ({"thinking_token_budget": 3}, "ThinkingTokens"),
+        ({"bad_words": ["a"]}, "no tokenizer"),
     ):
         with pytest.raises(AdmissionError, match=message):
-            smollm2_llm.generate(["a", "b"], [SamplingParams(), SamplingParams(**fields)])
-    assert not smollm2_llm.scheduler.has_unfinished
+            llm.generate([[1], [2]], [SamplingParams(), SamplingParams(**fields)])
+    assert not llm.scheduler.has_unfinished

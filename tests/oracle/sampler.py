@@ -6,6 +6,7 @@ what is left out asks for nothing.
 
 from __future__ import annotations
 
+import collections
 import math
 
 import numpy as np
@@ -19,6 +20,7 @@ def constrained(
     """f64[V] before the temperature. tokens: all so far. marks: ids of thinking: start, end, forced_end."""
     row = np.array(logits, np.float64)
     output = tokens[prompt_len:]
+    seen, times = set(tokens), collections.Counter(output)
     for token in range(len(row)):
         value = row[token]
         if request.get("allowed_token_ids") and token not in request["allowed_token_ids"]:
@@ -26,7 +28,7 @@ def constrained(
         value += request.get("logit_bias", {}).get(token, 0.0)
         if len(output) < request.get("min_tokens", 0) and token in stop_ids:
             value = NEVER
-        row[token] = penalised(value, token, request, tokens[:prompt_len], output)
+        row[token] = penalised(value, request, token in seen, times[token])
     for word in request.get("bad_words_token_ids", []):
         *before, last = word
         if len(before) <= len(output) and output[len(output) - len(before) :] == before:
@@ -37,11 +39,11 @@ def constrained(
     return row
 
 
-def penalised(value: float, token: int, request: dict, prompt: list[int], output: list[int]) -> float:
+def penalised(value: float, request: dict, is_seen: bool, times: int) -> float:
+    """times: occurrences in the output. is_seen: in the prompt or the output."""
     repetition = request.get("repetition_penalty", 1.0)
-    if token in prompt or token in output:
+    if is_seen:
         value = value / repetition if value > 0 else value * repetition
-    times = output.count(token)
     value -= request.get("frequency_penalty", 0.0) * times
     return value - (request.get("presence_penalty", 0.0) if times else 0.0)
 
