@@ -18,16 +18,20 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 BITS, BITS_PER_PASS, CHUNK = 32, 2, 256
 
 
-def best(scaled: Float32[Array, "B V"], weight: Int32[Array, "B V"], limit: Int32[Array, "B"]) -> Bool[Array, "B V"]:
+def best(
+    scaled: Float32[Array, "B V"], weight: Int32[Array, "B V"] | None, limit: Int32[Array, "B"]
+) -> Bool[Array, "B V"]:
     """Which ids have a weight of less than `limit` before them.
 
-    scaled: at most 0. weight: not negative, equal for equal scores, each row's sum below 2^31. limit: at least 1, which
-    keeps the best id; above the row's sum keeps all.
+    scaled: at most 0. weight: not negative, equal for equal scores, each row's sum below 2^31; None counts each id
+    once, without an array of ones that every pass would have to read. limit: at least 1, which keeps the best id; above
+    the row's sum keeps all.
     """
+    each = jnp.int32(1) if weight is None else weight
     magnitude = lax.bitcast_convert_type(jnp.abs(scaled), jnp.uint32)
 
     def before(*bounds: UInt32[Array, "B"]) -> tuple[Int32[Array, "B"], ...]:
-        parts = tuple(jnp.where(magnitude < bound[:, None], weight, 0) for bound in bounds)
+        parts = tuple(jnp.where(magnitude < bound[:, None], each, 0) for bound in bounds)
         # One reduction of several operands reads the row once.
         return tuple(lax.reduce(parts, (jnp.int32(0),) * len(parts), _add, (1,)))
 
@@ -40,7 +44,7 @@ def best(scaled: Float32[Array, "B V"], weight: Int32[Array, "B V"], limit: Int3
 
     bound = lax.fori_loop(0, BITS // BITS_PER_PASS, refine, jnp.zeros(limit.shape, jnp.uint32))
     is_tie = magnitude == bound[:, None]
-    end = first_past(jnp.where(is_tie, weight, 0), limit - before(bound)[0])
+    end = first_past(jnp.where(is_tie, each, 0), limit - before(bound)[0])
     return (magnitude < bound[:, None]) | (is_tie & (jnp.arange(scaled.shape[1]) < end[:, None]))
 
 
