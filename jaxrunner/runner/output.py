@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jaxrunner.contract import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
+from jaxrunner.sampling.packed_bits import WORD
 from jaxrunner.stages.sample import NO_TOKEN, StepOutput
 
 NO_LOGPROBS = -1
@@ -68,10 +69,13 @@ class AsyncOutput:
         if self._device_mask is None:
             return None
         words = np.asarray(self._device_mask)[: len(has_token)]
-        bits = np.unpackbits(words.astype("<u4").view(np.uint8), axis=1, bitorder="little").astype(bool)
-        row, token_ids = np.nonzero(bits & (self._wants_mask & has_token)[:, None])
-        counts = np.bincount(row, minlength=len(has_token))
-        return SamplingMaskLists(token_ids.astype(np.int32), np.concatenate([[0], counts.cumsum()]).astype(np.int32))
+        # Most words are 0 where a filter is on; only the others are taken apart.
+        row, place = np.nonzero(np.where((self._wants_mask & has_token)[:, None], words, 0))
+        bits = np.unpackbits(words[row, place].astype("<u4")[:, None].view(np.uint8), axis=1, bitorder="little")
+        entry, bit = np.nonzero(bits)
+        token_ids = place[entry] * WORD + bit
+        ends = np.bincount(row[entry], minlength=len(has_token)).cumsum()
+        return SamplingMaskLists(token_ids.astype(np.int32), np.concatenate([[0], ends]).astype(np.int32))
 
     def _logprobs(self, has_token: np.ndarray) -> LogprobsLists | None:
         """The columns that each request asked for. has_token: bool[B], a token was sampled."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrunner import DeviceRunner, ListSizes, SamplingParams, ThinkingTokens
 from jaxrunner.errors import AdmissionError
+from jaxrunner.runner.output import AsyncOutput
+from jaxrunner.sampling.packed_bits import pack_bits
+from jaxrunner.stages.sample import StepOutput
 from jaxrunner.state.runner_state import host_view
 from tests.conftest import load_tiny
 from tests.runner.plans import CONFIG, GREEDY, LADDER, new, plan, run
@@ -136,6 +141,20 @@ def test_sampling_masks_of_the_requests_that_ask(runner):
     assert output.sampling_masks.token_ids.dtype == np.int32
     assert runner.execute_model(plan({"c": 1}, finished_req_ids={"a", "b", "d"})) is None
     assert runner.sample_tokens().sampling_masks is None
+
+
+def test_masks_are_taken_apart_as_numpy_does_it():
+    """Dense and sparse rows, bits at both ends of a word and of the vocabulary, rows that do not count."""
+    rng = np.random.default_rng(0)
+    bits = rng.random((6, 100)) < np.array([0.0, 0.02, 0.5, 1.0, 0.5, 0.5])[:, None]
+    bits[1, [0, 31, 32, 99]] = True
+    ids = np.array([5, 5, 5, 5, -1, 5], np.int32)[:, None]
+    output = StepOutput(ids, (ids[:, 0] >= 0).astype(np.int32), sampling_mask=pack_bits(jnp.asarray(bits)))
+    wanted = np.array([True, True, True, True, True, False])
+    step_output = jax.tree.map(jnp.asarray, output)
+    masks = AsyncOutput(list("abcdef"), step_output, None, wanted).get_output().sampling_masks
+    for row, expected in enumerate([*bits[:4], [], []]):
+        assert masks.of_request(row).tolist() == np.flatnonzero(expected).tolist()
 
 
 def test_k010_a_row_forgets_every_list_of_its_last_owner(runner):
