@@ -19,6 +19,8 @@ _HOMES = {
     "Model": "jaxrunner.models.model",
     "init_state": "jaxrunner.state.runner_state",
     "RunnerState": "jaxrunner.state.runner_state",
+    "ListSizes": "jaxrunner.state.request_lists",
+    "ThinkingTokens": "jaxrunner.state.sampling",
     "set_kv_scales": "jaxrunner.state.kv_scales",
     "audit": "jaxrunner.state.audit",
     "admit": "jaxrunner.manual",

@@ -177,12 +177,28 @@ class LogprobsLists(NamedTuple):
         return LogprobsLists(self.logprob_token_ids[rows], self.logprobs[rows], self.sampled_token_ranks[rows])
 
 
+class SamplingMaskLists(NamedTuple):
+    """Ids that each request's token was drawn from, one list after the other.
+
+    token_ids: i32[N], ascending within a request. cu_num_tokens: i32[B + 1], where the list of each request begins and
+    the last one ends; that of a request that asked for none, or got no token, is empty.
+    """
+
+    token_ids: np.ndarray
+    cu_num_tokens: np.ndarray
+
+    def of_request(self, req_idx: int) -> np.ndarray:
+        """i32[n], the list of one request."""
+        return self.token_ids[self.cu_num_tokens[req_idx] : self.cu_num_tokens[req_idx + 1]]
+
+
 @dataclasses.dataclass
 class ModelRunnerOutput:
     """One step's result.
 
     req_ids: in batch order. sampled_token_ids: per request; empty while its prefill is unfinished. logprobs: None if
-    no request of the step asks for any.
+    no request of the step asks for any. sampling_masks: likewise. sampling_errors: request id -> why no token could be
+    sampled for it; it has to be finished, the others are not affected.
     """
 
     req_ids: list[str]
@@ -195,7 +211,8 @@ class ModelRunnerOutput:
     ec_connector_output: ECConnectorOutput | None = None
     num_nans_in_logits: dict[str, int] | None = None
     cudagraph_stats: Any = None
-    sampling_masks: Any = None
+    sampling_masks: SamplingMaskLists | None = None
+    sampling_errors: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def make_empty(cls) -> ModelRunnerOutput:

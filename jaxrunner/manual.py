@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner.compile.buckets import TIERS
+from jaxrunner.compile.buckets import lowest_tier
 from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.forks import fork_request
 from jaxrunner.sampling_params import SamplingParams
@@ -21,7 +21,8 @@ from jaxrunner.state.alive import check_alive
 from jaxrunner.state.block_tables import NULL_BLOCK
 from jaxrunner.state.block_writes import no_block_writes
 from jaxrunner.state.fields import REQUEST_COLUMN
-from jaxrunner.state.records import check_stop_ids, check_token_ids, masked_stop_ids, request_record
+from jaxrunner.state.records import check_token_ids, request_record
+from jaxrunner.state.request_lists import check_lists, list_writes
 from jaxrunner.state.requests import PARKING_ROW
 from jaxrunner.state.runner_state import RunnerState, host_view
 
@@ -54,15 +55,20 @@ def admit(
         ids = check_token_ids(prompt, vocab_size)
         if len(ids) >= state.max_model_len:
             raise AdmissionError(f"a prompt of {len(ids)} tokens leaves no room in max_model_len {state.max_model_len}")
-        check_stop_ids(
-            request, eos_token_ids, vocab_size=vocab_size, max_stop_ids=state.sampling.max_stop_ids, where=f"row {row}"
+        check_lists(
+            request,
+            eos_token_ids,
+            vocab_size=vocab_size,
+            sizes=state.sampling.sizes,
+            has_thinking=state.sampling.thinking is not None,
+            where=f"row {row}",
         )
         record = request_record(
             prompt_len=len(ids), prefill_len=len(ids), num_computed_tokens=0, params=request, seed=row
         )
         view.num_blocks[row] = 0
-        stop_ids = masked_stop_ids(request, eos_token_ids)
-        entries.append(AdmitEntry(row, record, ids, view.cover(row, len(ids)), stop_ids))
+        lists = list_writes(request, eos_token_ids, state.sampling.sizes)
+        entries.append(AdmitEntry(row, record, ids, view.cover(row, len(ids)), lists))
     return _apply(state, entries), rows[: len(prompts)]
 
 
@@ -89,7 +95,7 @@ def plan(state: RunnerState, num_tokens: Mapping[int, int]) -> StepInput:
         groups=state.tables.groups,
         block_writes=np.concatenate(writes or [no_block_writes()]),
         num_draft_slots=state.num_draft_tokens,
-        tier=TIERS[host_view(state.sampling.tier)[rows].max(initial=0)],
+        tier=lowest_tier(int(np.bitwise_or.reduce(host_view(state.sampling.features)[rows]))),
     )
 
 
@@ -179,6 +185,6 @@ def _apply(state: RunnerState, entries: list[AdmitEntry]) -> RunnerState:
     for start in range(0, len(entries), ENTRIES_PER_CALL):
         part = entries[start : start + ENTRIES_PER_CALL]
         tokens, blocks = sum(len(e.tokens) for e in part), sum(len(e.block_writes) for e in part)
-        layout = admit_layout(max(tokens, 1), blocks, max_stop_ids=max(len(e.stop_ids) for e in part))
+        layout = admit_layout(max(tokens, 1), blocks, num_list_writes=sum(len(e.list_writes) for e in part))
         state = apply_admit(state, jnp.asarray(pack_admit(layout, part)), layout=layout)
     return state

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrunner.compile.buckets import Tier
+import numpy as np
+
+from jaxrunner.compile.buckets import Feature, Tier, lowest_tier
 from jaxrunner.errors import AdmissionError, NotBuiltError
 from jaxrunner.sampling.logprobs import MAX_LOGPROBS
 from jaxrunner.sampling.temperature import GREEDY_BELOW
 
 NOT_BUILT_DEFAULTS: dict[str, Any] = {
     "n": 1,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
     "prompt_logprobs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
     "structured_outputs": None,
 }
 """Parameters of vLLM's class that are known but not built, with the value that asks for nothing."""
 
-EQUAL_TO_NOTHING: dict[str, tuple[Any, ...]] = {"bad_words": (None, [], ())}
 MAX_INT32 = 2**31 - 1
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +42,16 @@ class SamplingParams:
     for before so many tokens. stop: strings that end a request wherever they begin and end within tokens; the text is
     cut before the string, or after it with include_stop_str_in_output. Strings are the engine's, a runner ignores them.
     logprobs: log-probabilities of each sampled token and of so many best ones, 0 to 20; None for none at all.
+    repetition_penalty: above 0; logits of ids in the prompt or the output are divided by it if positive, else
+    multiplied; 1 is off. frequency_penalty, presence_penalty: -2 to 2; subtracted for each time an id was sampled, and
+    once if it was; 0 is off. logit_bias: id -> what is added to its logit. allowed_token_ids: all other ids are
+    forbidden. bad_words: texts that are never completed, wherever tokens divide them; an engine turns them into
+    bad_words_token_ids, sequences of ids whose last one is forbidden after the others.
+    thinking_token_budget: most tokens of thinking, which is then ended; None or less than 0 for no bound. Needs the
+    `thinking` of RunnerConfig. replay_token_ids: the first tokens of the output, whatever is drawn ("trace replay");
+    log-probabilities are those of these tokens.
+    return_sampling_mask: for each token the ids that it was drawn from, with a finite logit after constraints and
+    filters. A request whose constraints leave no id at all ends with an error of its own.
     The remaining parameters are accepted only with the value that asks for nothing: anything else raises
     NotBuiltError, so that no option is silently ignored.
     """
@@ -60,14 +68,18 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
-    n: int = 1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    prompt_logprobs: int | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None
+    thinking_token_budget: int | None = None
+    replay_token_ids: Sequence[int] | None = None
+    return_sampling_mask: bool = False
+    n: int = 1
+    prompt_logprobs: int | None = None
     structured_outputs: Any = None
 
     def __post_init__(self) -> None:
@@ -80,9 +92,11 @@ class SamplingParams:
             raise AdmissionError(f"seed {self.seed} does not fit 64 bits")
         self._check_filters()
         self._check_stopping()
+        self._check_penalties()
+        self._check_lists()
         for name, nothing in NOT_BUILT_DEFAULTS.items():
             value = getattr(self, name)
-            if value != nothing and value not in EQUAL_TO_NOTHING.get(name, ()):
+            if value != nothing:
                 raise NotBuiltError(f"SamplingParams.{name}={value!r} is not built yet; leave it at {nothing!r}")
             object.__setattr__(self, name, nothing)
 
@@ -91,14 +105,28 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def has_penalty(self) -> bool:
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def features(self) -> Feature:
+        """All that is asked of the sampler."""
+        lists = (self.logit_bias, self.allowed_token_ids, self.bad_words_token_ids, self.replay_token_ids)
+        used = {
+            Feature.DRAW: not self.is_greedy,
+            Feature.FILTERS: not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0),
+            Feature.CONSTRAINTS: bool(
+                self.min_tokens or self.has_penalty or any(lists) or self.thinking_token_budget is not None
+            ),
+            Feature.LOGPROBS: self.logprobs is not None,
+            Feature.SAMPLING_MASK: self.return_sampling_mask,
+        }
+        return functools.reduce(operator.or_, (feature for feature, asked in used.items() if asked), Feature(0))
+
+    @property
     def tier(self) -> Tier:
         """The lowest tier of the sampler that does all that is asked for."""
-        if self.logprobs is not None:
-            return "logprobs"
-        has_filter = not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-        if has_filter or self.min_tokens:
-            return "filtered"
-        return "greedy" if self.is_greedy else "random"
+        return lowest_tier(self.features)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -126,6 +154,50 @@ class SamplingParams:
             raise AdmissionError(f"stop is {self.stop!r}; it must be a non-empty string or a list of such")
         object.__setattr__(self, "stop", self.stop_strings or None)
 
+    def _check_penalties(self) -> None:
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise AdmissionError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0, 1 is off")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise AdmissionError(f"{name} is {getattr(self, name)}; it must lie in -2 to 2, 0 is off")
+        budget = self.thinking_token_budget
+        if budget is not None and not _is_int(budget):
+            raise AdmissionError(f"thinking_token_budget is {budget!r}; it must be an integer, or None for no bound")
+        # A budget that no context can reach is none.
+        has_bound = budget is not None and 0 <= budget < MAX_INT32
+        object.__setattr__(self, "thinking_token_budget", int(budget) if has_bound and budget is not None else None)
+
+    def _check_lists(self) -> None:
+        """What is empty becomes None, the rest tuples of int: nothing of the caller's is kept."""
+        bias = dict(self.logit_bias or {})
+        if not all(_is_int(t) and _is_finite_float32(value) for t, value in bias.items()):
+            raise AdmissionError(f"logit_bias is {self.logit_bias!r}; it must map ids to finite float32 numbers")
+        object.__setattr__(self, "logit_bias", {int(t): float(value) for t, value in bias.items()} or None)
+        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
+            raise AdmissionError("allowed_token_ids is empty, so no id could be sampled; leave it at None for no limit")
+        for name in ("allowed_token_ids", "replay_token_ids"):
+            object.__setattr__(self, name, _ids(name, getattr(self, name)) or None)
+        words = tuple(_ids("bad_words_token_ids", word) for word in self.bad_words_token_ids or ())
+        if not all(words):
+            raise AdmissionError("bad_words_token_ids holds a word without an id")
+        has_words = self.bad_words_token_ids is not None
+        object.__setattr__(self, "bad_words_token_ids", words if has_words else None)
+        texts = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        if not all(isinstance(text, str) and text for text in texts):
+            raise AdmissionError(f"bad_words is {self.bad_words!r}; it must be a list of non-empty strings")
+        object.__setattr__(self, "bad_words", texts or None)
+
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_finite_float32(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(float(value)) <= MAX_FLOAT32
+
+
+def _ids(name: str, ids: Sequence[int] | None) -> tuple[int, ...]:
+    found = tuple(ids if ids is not None else ())
+    if not all(map(_is_int, found)):
+        raise AdmissionError(f"{name} is {ids!r}; it must be a list of integer token ids")
+    return tuple(map(int, found))

@@ -20,7 +20,8 @@ NUM_CASES = 129
 
 ORACLES = "stages/test_batch_oracles.py"
 SCHEDULER, PROPERTIES = "engine/test_scheduler.py", "runner/test_runner_properties.py::test_random_lives"
-RUNNER = "runner/test_device_runner.py"
+RUNNER, RUNNER_CONSTRAINTS = "runner/test_device_runner.py", "runner/test_constraints.py"
+OPS, BY_HAND = "sampling/test_constraints.py", "stages/test_constraints.py"
 FILTERS, SAFETENSORS = "sampling/test_filters.py", "models/test_safetensors_loader.py"
 GRAPHS = "ladder/test_dispatch.py"
 NO_COMPILE = f"{RUNNER}::test_500_mixed_steps_compile_nothing"
@@ -34,7 +35,10 @@ COVERED: dict[int, tuple[str, ...]] = {
     7: (f"{ORACLES}::test_k007_keys_past_the_end_do_not_enter_the_mean",),
     # Rows: they never move here, so a row is reused, never swapped
     9: ("runner/test_rows.py::test_rows_start_after_the_parking_row_and_are_reused",),
-    10: ("runner/test_sampling.py::test_a_row_forgets_the_stop_ids_of_its_last_owner",),
+    10: (
+        "runner/test_sampling.py::test_a_row_forgets_the_stop_ids_of_its_last_owner",
+        f"{RUNNER_CONSTRAINTS}::test_k010_a_row_forgets_every_list_of_its_last_owner",
+    ),
     11: (f"{RUNNER}::test_the_result_does_not_depend_on_dict_order",),
     # Preemption, resumption, abort
     13: (f"{SCHEDULER}::test_preemption_changes_no_token", PROPERTIES),
@@ -95,13 +99,27 @@ COVERED: dict[int, tuple[str, ...]] = {
         "sampling/test_sampler.py::test_k052_damaged_rows_give_an_id_in_range",
     ),
     53: (f"{FILTERS}::test_k053_rows_with_and_without_top_k_share_a_batch",),
-    # Stops and min_tokens
+    # Biases, words, stops and min_tokens
+    54: (
+        f"{RUNNER_CONSTRAINTS}::test_what_a_row_cannot_hold_is_refused_with_the_way_out",
+        f"{OPS}::test_k054_a_bias_past_the_vocabulary_changes_no_row",
+    ),
     55: ("sampling/test_min_tokens.py::test_k055_an_id_past_the_vocabulary_masks_no_other_row",),
+    56: ("engine/test_constraints.py::test_k056_k057_words_are_banned_as_they_are_written",),
+    57: (
+        "engine/test_constraints.py::test_k056_k057_words_are_banned_as_they_are_written",
+        f"{BY_HAND}::test_k057_a_word_is_banned_in_each_of_its_spellings",
+    ),
     58: ("sampling/test_min_tokens.py::test_k058_every_end_id_is_masked_for_the_first_outputs",),
     59: (
         f"{SCHEDULER}::test_k059_ignore_eos_covers_all_end_ids_but_not_the_users",
         "sampling/test_min_tokens.py::test_k059_ignore_eos_frees_the_models_ids_but_not_the_users",
     ),
+    # Penalties
+    60: (f"{OPS}::test_k060_a_penalty_above_1_never_makes_a_repeat_more_likely",),
+    61: (f"{RUNNER_CONSTRAINTS}::test_k061_the_order_of_requests_does_not_matter",),
+    62: (f"{BY_HAND}::test_k062_penalties_count_tokens_that_the_host_has_not_seen",),
+    63: (f"{BY_HAND}::test_k063_prompt_and_output_are_told_apart",),
     # Log-probabilities
     64: ("sampling/test_logprobs.py::test_k064_a_sampled_id_is_listed_once_and_keeps_its_rank",),
     65: ("sampling/test_logprobs.py::test_k065_zero_gives_the_sampled_token_alone_and_none_gives_nothing",),
@@ -190,9 +208,6 @@ NOT_BUILT: dict[str, tuple[int, ...]] = {
     "groups with block sizes of their own: all groups of a model share one": (37,),
     "multimodal inputs and their positions": (38, 39),
     "a mode in which logits do not depend on the batch by a bit; shared-prefix attention": (45, 46),
-    "logit_bias": (54,),
-    "bad_words": (56, 57),
-    "penalties": (60, 61, 62, 63),
     "prompt_logprobs": (67, 68),
     "structured output": tuple(range(70, 76)),
     "pooling": (90, 91, 92),
@@ -202,9 +217,6 @@ REFUSED = {
     "speculative decoding": "scheduled_spec_decode_tokens" in NOT_BUILT_STEP_FIELDS,
     "LoRA adapters": "lora_request" in NOT_BUILT_REQUEST_FIELDS,
     "multimodal inputs and their positions": "mm_features" in NOT_BUILT_REQUEST_FIELDS,
-    "logit_bias": "logit_bias" in NOT_BUILT_DEFAULTS,
-    "bad_words": "bad_words" in NOT_BUILT_DEFAULTS,
-    "penalties": "repetition_penalty" in NOT_BUILT_DEFAULTS,
     "prompt_logprobs": "prompt_logprobs" in NOT_BUILT_DEFAULTS,
     "structured output": "structured_outputs" in NOT_BUILT_DEFAULTS,
     "pooling": "pooling_params" in NOT_BUILT_REQUEST_FIELDS,

@@ -12,13 +12,7 @@ from jaxrunner.errors import AdmissionError, NotBuiltError
     ("name", "value"),
     [
         ("n", 2),
-        ("presence_penalty", 0.1),
-        ("frequency_penalty", -0.5),
-        ("repetition_penalty", 1.1),
         ("prompt_logprobs", 1),
-        ("logit_bias", {1: 2.0}),
-        ("allowed_token_ids", [1]),
-        ("bad_words", ["x"]),
         ("structured_outputs", object()),
     ],
 )
@@ -59,6 +53,19 @@ def test_values_that_ask_for_nothing_are_accepted(name, value):
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop"),
         ({"stop": ["a", 3]}, "stop"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"presence_penalty": float("nan")}, "presence_penalty"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
+        ({"logit_bias": {1: 1e39}}, "logit_bias"),
+        ({"logit_bias": {"1": 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+        ({"allowed_token_ids": [1.5]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words_token_ids": [[1], []]}, "without an id"),
+        ({"thinking_token_budget": 1.5}, "thinking_token_budget"),
+        ({"replay_token_ids": ["a"]}, "replay_token_ids"),
     ],
 )
 def test_impossible_values_raise(fields, message):
@@ -75,9 +82,19 @@ def test_impossible_values_raise(fields, message):
         ({"top_k": 1}, "filtered"),
         ({"top_p": 0.99}, "filtered"),
         ({"min_p": 0.01}, "filtered"),
-        ({"temperature": 0, "min_tokens": 1}, "filtered"),
-        ({"temperature": 0, "logprobs": 0}, "logprobs"),
-        ({"top_k": 3, "logprobs": 2}, "logprobs"),
+        ({"temperature": 0, "min_tokens": 1}, "constrained"),
+        ({"temperature": 0, "logprobs": 0}, "full"),
+        ({"top_k": 3, "logprobs": 2}, "full"),
+        ({"temperature": 0, "repetition_penalty": 1.1}, "constrained"),
+        ({"frequency_penalty": -0.1}, "constrained"),
+        ({"presence_penalty": 0.1}, "constrained"),
+        ({"logit_bias": {3: 1.0}}, "constrained"),
+        ({"allowed_token_ids": [3]}, "constrained"),
+        ({"bad_words_token_ids": [[3]]}, "constrained"),
+        ({"thinking_token_budget": 0}, "constrained"),
+        ({"replay_token_ids": [1]}, "constrained"),
+        ({"temperature": 0, "return_sampling_mask": True}, "full"),
+        ({"logit_bias": {}, "bad_words": [], "thinking_token_budget": -1, "replay_token_ids": []}, "random"),
     ],
 )
 def test_the_tier_is_the_lowest_that_does_what_is_asked(fields, tier):
@@ -97,4 +114,6 @@ def test_every_field_is_used_or_listed_as_not_built():
 
     used = {"temperature", "max_tokens", "seed", "ignore_eos", "stop_token_ids"}
     used |= {"top_k", "top_p", "min_p", "min_tokens", "logprobs", "stop", "include_stop_str_in_output"}
+    used |= {"repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "allowed_token_ids"}
+    used |= {"bad_words", "bad_words_token_ids", "thinking_token_budget", "replay_token_ids", "return_sampling_mask"}
     assert {f.name for f in dataclasses.fields(SamplingParams)} == used | set(NOT_BUILT_DEFAULTS)

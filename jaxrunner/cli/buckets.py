@@ -78,6 +78,8 @@ def _ladder(model: Model, config: RunnerConfig, rungs: dict[str, tuple[int, ...]
     from jaxrunner.runner.device_runner import default_ladder
 
     chosen: dict[str, Any] = dict(rungs)
+    if "finish" in chosen:
+        chosen["finish_constrained"] = ()
     if tiers:
         chosen["tiers"] = tuple(tiers.split(","))
         if unknown := set(chosen["tiers"]) - set(TIERS):

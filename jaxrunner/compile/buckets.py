@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
 from typing import Literal
 
 Kind = Literal["decode", "mixed"]
-Tier = Literal["greedy", "random", "filtered", "logprobs"]
-TIERS: tuple[Tier, ...] = ("greedy", "random", "filtered", "logprobs")
-"""Sampler tiers in order of cost, each able to do what the ones before it do; a batch runs in the lowest tier that
-covers all of its requests. "filtered": min_tokens, min_p, top_k, top_p. "logprobs": log-probabilities as well."""
+Tier = Literal["greedy", "random", "filtered", "constrained", "full"]
 
 
-def covers(tier: Tier, other: Tier) -> bool:
-    """Whether `tier` can do what `other` does."""
-    return TIERS.index(tier) >= TIERS.index(other)
+class Feature(enum.IntFlag):
+    """What a request may ask of the sampler beyond an argmax. A row holds its request's bits, a batch their union.
+
+    DRAW: a temperature. FILTERS: min_p, top_k, top_p. CONSTRAINTS: what changes logits before the temperature, and
+    trace replay. LOGPROBS, SAMPLING_MASK: more in the output than tokens.
+    """
+
+    DRAW = 1
+    FILTERS = 2
+    CONSTRAINTS = 4
+    LOGPROBS = 8
+    SAMPLING_MASK = 16
+
+
+REPORTS = Feature.LOGPROBS | Feature.SAMPLING_MASK
+TIER_FEATURES: dict[Tier, Feature] = {
+    "greedy": Feature(0),
+    "random": Feature.DRAW,
+    "filtered": Feature.DRAW | Feature.FILTERS,
+    "constrained": Feature.DRAW | Feature.FILTERS | Feature.CONSTRAINTS,
+    "full": Feature.DRAW | Feature.FILTERS | Feature.CONSTRAINTS | REPORTS,
+}
+"""Sampler tiers in order of cost, and what each can do. A tier is a static part of an executable: a batch runs in the
+first one that has all features its requests use, and pays for no other. A new tier is one entry here."""
+TIERS: tuple[Tier, ...] = tuple(TIER_FEATURES)
+
+
+@functools.cache
+def lowest_tier(features: int) -> Tier:
+    """The cheapest tier that has these bits of `Feature`."""
+    return next(tier for tier, offered in TIER_FEATURES.items() if not features & ~offered)
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrunner.compile.buckets import TIERS, Bucket, Tier
+from jaxrunner.compile.buckets import TIER_FEATURES, TIERS, Bucket, Feature, Tier
 from jaxrunner.errors import AdmissionError, CapacityError
 
 if TYPE_CHECKING:  # a ladder is studied (`jaxrunner.ladder`) where there is no JAX
@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # a ladder is studied (`jaxrunner.ladder`) where there is no 
 MAX_EXECUTABLES = 40
 """What a default ladder compiles at most."""
 ADMITS_AND_MOVES = 4
+ALL_RUNGS_REQS = 64
+"""Most requests for which tiers with constraints have a second half for a single one of them."""
 FUSED_REQS = 256
 """Largest decode that has a fused step: beyond it one launch more is nothing beside the step itself."""
 
@@ -31,7 +33,8 @@ FUSED_REQS = 256
 @dataclasses.dataclass(frozen=True)
 class Ladder:
     """decode: request rungs of the uniform decode. mixed: token rungs of ragged steps. finish: request rungs of the
-    second half of a step that is not fused. The last rung of each is the exact maximum. query_len: tokens of a decode.
+    second half of a step that is not fused. finish_constrained: those of tiers with constraints, by default the same.
+    The last rung of each is the exact maximum. query_len: tokens of a decode.
     """
 
     decode: tuple[int, ...]
@@ -39,14 +42,17 @@ class Ladder:
     finish: tuple[int, ...]
     query_len: int = 1
     tiers: tuple[Tier, ...] = TIERS
+    finish_constrained: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("decode", "mixed", "finish"):
+        object.__setattr__(self, "finish_constrained", self.finish_constrained or self.finish)
+        for name in ("decode", "mixed", "finish", "finish_constrained"):
             rungs = getattr(self, name)
             if not rungs or list(rungs) != sorted(set(rungs)) or rungs[0] < 1:
                 raise ValueError(f"the {name} rungs must be ascending, distinct and positive, got {rungs}")
-        if self.finish[-1] != self.decode[-1]:
-            raise ValueError(f"decode and finish rungs end at {self.decode[-1]} and {self.finish[-1]} requests")
+        for rungs in (self.finish, self.finish_constrained):
+            if rungs[-1] != self.decode[-1]:
+                raise ValueError(f"decode and finish rungs end at {self.decode[-1]} and {rungs[-1]} requests")
 
     @property
     def max_num_reqs(self) -> int:
@@ -61,15 +67,19 @@ class Ladder:
         cls, model: Model | None = None, *, max_num_seqs: int = 64, max_num_batched_tokens: int = 2048
     ) -> Ladder:
         """Powers of two for decodes; halves of the maximum for ragged steps, down to 16 or to a 128th of it, as many
-        as MAX_EXECUTABLES allows; and three second halves: for one request, for the root of the maximum and for all.
+        as MAX_EXECUTABLES allows; and three second halves: for one request, for the root of the maximum and for all. Of
+        many requests the first is left out where there are constraints, so that the list stays short.
         """
         del model  # every model of this package takes the same rungs
         tokens = max(max_num_batched_tokens, max_num_seqs)
         decode = geometric(1, max_num_seqs, 2)
         finish = default_finish(max_num_seqs)
+        constrained = finish if max_num_seqs <= ALL_RUNGS_REQS else finish[1:]
         fused = sum(n <= FUSED_REQS for n in decode)
-        others = len(decode) + fused + len(TIERS) * len(finish) + ADMITS_AND_MOVES
-        return cls(decode, halves(tokens, max(16, tokens // 128), max(4, MAX_EXECUTABLES - others)), finish)
+        finishes = sum(len(constrained if _has_constraints(tier) else finish) for tier in TIERS)
+        others = len(decode) + fused + finishes + ADMITS_AND_MOVES
+        mixed = halves(tokens, max(16, tokens // 128), max(3, MAX_EXECUTABLES - others))
+        return cls(decode, mixed, finish, finish_constrained=constrained)
 
     @classmethod
     def powers_of_two(cls, max_num_seqs: int, max_num_batched_tokens: int | None = None) -> Ladder:
@@ -126,8 +136,12 @@ class Ladder:
     def mixed_bucket(self, num_tokens: int, tier: Tier) -> Bucket:
         return Bucket("mixed", num_tokens, min(num_tokens, self.max_num_reqs), num_tokens, tier)
 
-    def finish_rung(self, num_reqs: int) -> int:
-        return _at_least(self.finish, num_reqs)
+    def finish_rungs(self, tier: Tier) -> tuple[int, ...]:
+        """Request rungs of the second halves at `tier`."""
+        return self.finish_constrained if _has_constraints(tier) else self.finish
+
+    def finish_rung(self, num_reqs: int, tier: Tier) -> int:
+        return _at_least(self.finish_rungs(tier), num_reqs)
 
     def larger(self, bucket: Bucket) -> list[Bucket]:
         """Buckets of the same kind and tier that also hold what `bucket` holds, in ascending order."""
@@ -145,6 +159,10 @@ def default_finish(max_num_seqs: int) -> tuple[int, ...]:
     """Rungs of the second half of a step: one request, about the root of the maximum, and all."""
     root = 1 << (((max_num_seqs - 1).bit_length() + 1) // 2)
     return tuple(sorted({1, min(root, max_num_seqs), max_num_seqs}))
+
+
+def _has_constraints(tier: Tier) -> bool:
+    return Feature.CONSTRAINTS in TIER_FEATURES[tier]
 
 
 def geometric(first: int, last: int, factor: int) -> tuple[int, ...]:

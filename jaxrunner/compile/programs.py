@@ -62,14 +62,14 @@ class ProgramSet:
         self.groups = state.tables.groups
         self._weights, self._state = _shapes(weights), _shapes(state)
         self._draft_slots = state.num_draft_tokens
-        self._max_stop_ids = state.sampling.max_stop_ids
+        self._list_width = state.sampling.sizes.width
         self._admit_sizes = geometric(min(ADMIT_FIRST, state.max_model_len), state.max_model_len, ADMIT_FACTOR)
 
     def all(self) -> list[Program]:
         """Every program, the ones a first request needs first."""
         admits = [Program("admit", size=n) for n in self._admit_sizes]
         ragged = [self.ladder.mixed_bucket(n, tier) for tier in self.ladder.tiers for n in self.ladder.mixed]
-        finishes = [Program("finish", size=n, tier=t) for t in self.ladder.tiers for n in self.ladder.finish]
+        finishes = [Program("finish", size=n, tier=t) for t in self.ladder.tiers for n in self.ladder.finish_rungs(t)]
         decodes = [self.ladder.decode_bucket(n, tier) for tier in self.ladder.tiers for n in self.ladder.decode]
         first = dict.fromkeys(self.first(bucket) for bucket in ragged)
         moves = Program("moves", size=MOVES_PER_CALL)
@@ -95,13 +95,15 @@ class ProgramSet:
         return Program("begin", bucket.replace(tier="greedy"))
 
     def finish(self, num_reqs: int, tier: Tier) -> Program:
-        return Program("finish", size=self.ladder.finish_rung(num_reqs), tier=tier)
+        return Program("finish", size=self.ladder.finish_rung(num_reqs, tier), tier=tier)
 
-    def admit_for(self, num_tokens: int, num_block_writes: int) -> Program | None:
+    def admit_for(self, num_tokens: int, num_block_writes: int, num_list_writes: int = 0) -> Program | None:
         """The smallest admit program that holds this much, or None."""
         for size in self._admit_sizes:
             program = Program("admit", size=size)
-            if size >= num_tokens and self.admit_layout(program).shape_of("block_writes")[0] >= num_block_writes:
+            layout = self.admit_layout(program)
+            needed = {"tokens": num_tokens, "block_writes": num_block_writes, "list_writes": num_list_writes}
+            if all(layout.shape_of(section)[0] >= count for section, count in needed.items()):
                 return program
         return None
 
@@ -112,16 +114,19 @@ class ProgramSet:
             return [self.first(b) if program.kind == "step" else Program("begin", b) for b in larger]
         if program.kind == "moves":
             return []
-        sizes = self.ladder.finish if program.kind == "finish" else self._admit_sizes
+        sizes = self.ladder.finish_rungs(program.tier) if program.kind == "finish" else self._admit_sizes
         return [dataclasses.replace(program, size=n) for n in sizes if n > program.size]
 
     def step_layout(self, bucket: Bucket) -> Layout:
         return step_layout(bucket, self.groups, self._draft_slots)
 
     def admit_layout(self, program: Program) -> Layout:
-        """Room for `size` tokens and for the block tables of as many, a partly filled block for each entry."""
+        """Room for `size` tokens and for the block tables of as many, a partly filled block for each entry; and for as
+        many words of lists, in the largest program for the lists of any one request."""
         blocks = sum(-(-program.size // g.block_size) + g.blocks_per_kv_block * ENTRIES_PER_CALL for g in self.groups)
-        return admit_layout(program.size, blocks, max_stop_ids=self._max_stop_ids)
+        is_largest = program.size == self._admit_sizes[-1]
+        lists = self._list_width if is_largest else min(program.size, self._list_width)
+        return admit_layout(program.size, blocks, num_list_writes=lists)
 
     def trace(self, program: Program) -> jax.stages.Traced:
         """One program, ready to be lowered. No array is made. With `jax_debug_nans` on nothing is donated."""

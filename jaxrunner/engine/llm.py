@@ -12,6 +12,7 @@ from typing import Any, Literal
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.contract import ModelRunnerOutput
 from jaxrunner.device_memory import free_device_bytes
+from jaxrunner.engine.bad_words import bad_words_token_ids
 from jaxrunner.engine.logprobs import token_logprobs
 from jaxrunner.engine.memory import blocks_that_fit
 from jaxrunner.engine.outputs import CompletionOutput, RequestOutput
@@ -25,7 +26,8 @@ from jaxrunner.models.stream_decoder import StreamDecoder
 from jaxrunner.runner.device_runner import DeviceRunner, default_ladder
 from jaxrunner.runner.output import AsyncOutput
 from jaxrunner.sampling_params import SamplingParams
-from jaxrunner.state.records import check_stop_ids, check_token_ids, derived_seed
+from jaxrunner.state.records import check_token_ids, derived_seed
+from jaxrunner.state.request_lists import check_lists
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -69,7 +71,7 @@ class LLM:
             config = dataclasses.replace(config, num_blocks=blocks_that_fit(self.model, weights, config, ladder, free))
         self.runner = DeviceRunner(self.model, weights, config, ladder=ladder, seed=seed)
         self.scheduler = Scheduler(
-            config, len(self.runner.groups), prefix_caching=prefix_caching, max_stop_ids=config.max_stop_ids
+            config, len(self.runner.groups), prefix_caching=prefix_caching, max_stop_ids=config.list_sizes.stop_ids
         )
         self._seed = seed
         self._ids = itertools.count()
@@ -123,7 +125,7 @@ class LLM:
                     text = request.stops.visible() if request.finish_reason is None else request.stops.text
                 elif decoder is not None:
                     text += decoder.push(fresh) + (decoder.flush() if request.finish_reason else "")
-                if fresh:
+                if fresh or request.error:
                     yield self._output(request, text)
         finally:
             self.scheduler.abort(request.request_id)
@@ -156,18 +158,35 @@ class LLM:
         if self._in_flight and (len(self._in_flight) > depth or not plan.total_num_scheduled_tokens):
             frame, output = self._in_flight.popleft()
             result = output.get_output() if isinstance(output, AsyncOutput) else output
-            self._take_logprobs(frame, result)
-            return self.scheduler.update(frame, result) + self._stop_by_text()
+            self._take_reports(frame, result)
+            failed = self._fail(frame, result)
+            return failed + self.scheduler.update(frame, result) + self._stop_by_text()
         return []
 
-    def _take_logprobs(self, frame: Frame, output: ModelRunnerOutput) -> None:
-        if output.logprobs is None:
+    def _take_reports(self, frame: Frame, output: ModelRunnerOutput) -> None:
+        """Log-probabilities and sampling masks of the requests that ask for some."""
+        if output.logprobs is None and output.sampling_masks is None:
             return
         for row, (req_id, ids) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             request = self.scheduler.owner(frame, req_id)
-            if ids and request is not None and request.logprobs is not None:
+            if not ids or request is None:
+                continue
+            if request.logprobs is not None and output.logprobs is not None:
                 count = request.params.logprobs or 0
                 request.logprobs.append(token_logprobs(output.logprobs, row, count, self.tokenizer))
+            if request.sampling_mask is not None and output.sampling_masks is not None:
+                request.sampling_mask.append(output.sampling_masks.of_request(row).tolist())
+
+    def _fail(self, frame: Frame, output: ModelRunnerOutput) -> list[Request]:
+        """End the requests for which nothing could be sampled; the others go on."""
+        failed = []
+        for req_id, error in output.sampling_errors.items():
+            request = self.scheduler.owner(frame, req_id)
+            if request is not None:
+                self.scheduler.abort(req_id)
+                request.finish_reason, request.error = "error", error
+                failed.append(request)
+        return failed
 
     def _stop_by_text(self) -> list[Request]:
         """Look for stop strings in the text that has arrived; returns the requests that were running until then."""
@@ -219,16 +238,30 @@ class LLM:
             return self._request(prompt.get("prompt_token_ids", prompt.get("prompt")), params)
         text = prompt if isinstance(prompt, str) else None
         ids = check_token_ids(self._encode(prompt), self.model.vocab_size).tolist()
-        eos, most = self.model.eos_token_ids, self.runner.config.max_stop_ids
-        check_stop_ids(params, eos, vocab_size=self.model.vocab_size, max_stop_ids=most)
+        eos, config = self.model.eos_token_ids, self.runner.config
+        params = self._with_bad_words(params)
+        has_thinking = config.thinking is not None
+        vocab_size = self.model.vocab_size
+        check_lists(params, eos, vocab_size=vocab_size, sizes=config.list_sizes, has_thinking=has_thinking)
         number = next(self._ids)
         seed = derived_seed(self._seed, number)
         request = Request(f"req-{number}", ids, params, eos, text, seed=seed)
         request.logprobs = None if params.logprobs is None else []
+        request.sampling_mask = [] if params.return_sampling_mask else None
         if params.stop_strings:
             request.stops = self._stop_strings(params)
             self._watched.append(request)
         return request
+
+    def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with the ids of their bad words."""
+        if not params.bad_words:
+            return params
+        if self.tokenizer is None:
+            raise AdmissionError("this model has no tokenizer, so bad_words mean nothing; use bad_words_token_ids")
+        given = params.bad_words_token_ids or ()
+        words = bad_words_token_ids(self.tokenizer, params.bad_words)
+        return dataclasses.replace(params, bad_words_token_ids=[*given, *words])
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings:
         if self.tokenizer is None:
@@ -254,6 +287,9 @@ class LLM:
             completion.logprobs = list(request.logprobs)
             chosen = zip(request.logprobs, ids, strict=True)
             completion.cumulative_logprob = math.fsum(entry[token_id].logprob for entry, token_id in chosen)
+        if request.sampling_mask is not None:
+            completion.sampling_mask = list(request.sampling_mask)
+        completion.error = request.error
         finished = request.finish_reason is not None
         return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, [completion], finished)
 

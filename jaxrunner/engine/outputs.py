@@ -18,9 +18,10 @@ class Logprob:
 @dataclasses.dataclass
 class CompletionOutput:
     """text: decoded token_ids without special tokens, cut at a stop string. finish_reason: None while it runs, else
-    "stop", "length" or "abort". stop_reason: the stop id or stop string of the user's that ended it, None for the
-    model's own end. logprobs: for each token the sampled id, then the best ids; None if not asked for.
-    cumulative_logprob: of all sampled tokens."""
+    "stop", "length", "abort" or "error"; error: what went wrong with this request alone. stop_reason: the stop id or
+    stop string of the user's that ended it, None for the model's own end. logprobs: for each token the sampled id, then
+    the best ids; None if not asked for. cumulative_logprob: of all sampled tokens. sampling_mask: for each token the
+    ids it was drawn from, ascending; None if not asked for."""
 
     index: int
     text: str
@@ -29,6 +30,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    sampling_mask: list[list[int]] | None = None
+    error: str | None = None
 
 
 @dataclasses.dataclass

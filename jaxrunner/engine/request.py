@@ -20,9 +20,9 @@ class Request:
 
     output_token_ids: what it has generated so far; for a running request the engine's columns are ahead of it until
     `Scheduler.sync`. finish_reason: None, "stop" (an end id or string; stop_reason says which of the user's, None for
-    the model's own), "length" or "abort". stops: looks for its stop strings, if it has some. logprobs: one entry a
-    token, None if not asked for. num_cached_tokens: prompt tokens taken from the prefix cache at first admission.
-    hash_chain: of its tokens, made by the scheduler when prefix caching needs it.
+    the model's own), "length", "abort" or "error" (error says what). stops: looks for its stop strings, if it has some.
+    logprobs, sampling_mask: one entry a token, None if not asked for. num_cached_tokens: prompt tokens taken from the
+    prefix cache at first admission. hash_chain: of its tokens, made by the scheduler when prefix caching needs it.
     """
 
     request_id: str
@@ -41,6 +41,8 @@ class Request:
     num_preemptions: int = 0
     stops: StopStrings | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    sampling_mask: list[list[int]] | None = None
+    error: str | None = None
     hash_chain: HashChain | None = None
     _known: np.ndarray | None = None
 

@@ -83,7 +83,7 @@ class Buckets:
         fused = [n for n, reqs in zip(sizes["decode"], ladder.decode, strict=True) if reqs <= FUSED_REQS]
         halves = sizes["decode"] if ladder.tiers != ("greedy",) else sizes["decode"][len(fused) :]
         models = (*fused, *halves, *sizes["mixed"])
-        others = len(ladder.finish) * len(ladder.tiers) + ADMITS_AND_MOVES
+        others = sum(len(ladder.finish_rungs(tier)) for tier in ladder.tiers) + ADMITS_AND_MOVES
         return StartUp(len(ladder.decode) + len(ladder.mixed), len(models) + others, models)
 
     def sizes(self) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,9 @@ from jaxrunner.errors import AdmissionError
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.state.kv_dtype import kv_dtype
-from jaxrunner.state.runner_state import MAX_STOP_IDS, RunnerState, init_state
+from jaxrunner.state.request_lists import DEFAULT_LIST_SIZES, ListSizes
+from jaxrunner.state.runner_state import RunnerState, init_state
+from jaxrunner.state.sampling import ThinkingTokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +21,8 @@ class RunnerConfig:
     included. block_size: tokens in an allocator block; kernel_block_size: tokens in a kernel block (divides it; the
     same by default). kv_cache_dtype, kv_scales: see `init_state`.
     async_scheduling: `sample_tokens` returns an output that is still on its way.
-    max_stop_ids: end ids of a request that asks for min_tokens, the model's and its own.
+    list_sizes: how many stop ids, biases, allowed ids, ... a request may bring. thinking: the ids around the model's
+    thinking, for requests with a thinking budget.
     bucket_policy: see `BucketTable`. executable_cache: a directory of this user's own in which executables are kept for
     the next start, "off" for none; by default see `open_cache`. implementation: see `jaxrunner.pallas.implementation`.
     check_invariants: audit the plan of every step (slow; for tests).
@@ -34,15 +37,15 @@ class RunnerConfig:
     kv_cache_dtype: str | None = None
     kv_scales: tuple[tuple[float, float], ...] | None = None
     async_scheduling: bool = False
-    max_stop_ids: int = MAX_STOP_IDS
+    list_sizes: ListSizes = DEFAULT_LIST_SIZES
+    thinking: ThinkingTokens | None = None
     bucket_policy: Policy = "compile"
     executable_cache: str | None = None
     implementation: Implementation = None
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        sizes = ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "num_blocks", "block_size", "max_stop_ids")
-        for name in sizes:
+        for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "num_blocks", "block_size"):
             if getattr(self, name) < 1:
                 raise AdmissionError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.block_size % self.kernel_block:
@@ -76,5 +79,6 @@ def empty_state(model: Model, config: RunnerConfig) -> RunnerState:
         blocks_per_kv_block=config.blocks_per_kv_block,
         kv_cache_dtype=config.kv_cache_dtype,
         kv_scales=config.kv_scales,
-        max_stop_ids=config.max_stop_ids,
+        list_sizes=config.list_sizes,
+        thinking=config.thinking,
     )

@@ -36,7 +36,8 @@ from jaxrunner.state.audit import audit
 from jaxrunner.state.block_moves import MOVES_PER_CALL, pack_moves
 from jaxrunner.state.block_tables import expand_block_ids
 from jaxrunner.state.block_writes import no_block_writes
-from jaxrunner.state.records import check_stop_ids, derived_seed, masked_stop_ids, request_record
+from jaxrunner.state.records import derived_seed, request_record
+from jaxrunner.state.request_lists import check_lists, list_writes
 from jaxrunner.state.runner_state import RunnerState
 
 
@@ -48,6 +49,7 @@ class Parked(NamedTuple):
     output: StepOutput | None
     pending: Pending | None
     num_logprobs: np.ndarray
+    wants_mask: np.ndarray
 
 
 class DeviceRunner:
@@ -108,7 +110,7 @@ class DeviceRunner:
         if output is None:
             entry = self.table.get(self.table.programs.finish(len(parked.req_ids), parked.tier))
             self.state, output = self.table.call(entry, self.weights, self.state, parked.pending)
-        result = AsyncOutput(parked.req_ids, output, parked.num_logprobs)
+        result = AsyncOutput(parked.req_ids, output, parked.num_logprobs, parked.wants_mask)
         return result if self.config.async_scheduling else result.get_output()
 
     def warm_up(self, **options: Any) -> None:
@@ -166,8 +168,9 @@ class DeviceRunner:
         self.state, result = self.table.call(entry, self.weights, self.state, upload)
         fused = entry.program.kind == "step"
         self._host.advance(inputs.idx_mapping, inputs.num_scheduled_tokens)
-        num_logprobs = self._host.num_logprobs[inputs.idx_mapping]
-        return Parked(req_ids, inputs.tier, result if fused else None, None if fused else result, num_logprobs)
+        rows = inputs.idx_mapping
+        reports = self._host.num_logprobs[rows], self._host.wants_mask(rows)
+        return Parked(req_ids, inputs.tier, result if fused else None, None if fused else result, *reports)
 
     def _apply_admissions(self, entries: list[AdmitEntry]) -> None:
         programs = self.table.programs
@@ -207,8 +210,8 @@ class DeviceRunner:
             seed=self._next_seed(),
         )
         self._host.occupy(row, len(tokens), request.num_computed_tokens, params)
-        stop_ids = masked_stop_ids(params, self.model.eos_token_ids)
-        return AdmitEntry(row, record, tokens, self._host.append_blocks(row, request.block_ids), stop_ids)
+        lists = list_writes(params, self.model.eos_token_ids, self.config.list_sizes)
+        return AdmitEntry(row, record, tokens, self._host.append_blocks(row, request.block_ids), lists)
 
     def _next_seed(self) -> int:
         self._num_admitted += 1
@@ -229,11 +232,12 @@ class DeviceRunner:
                 block_size=self.config.block_size,
                 num_scheduled_tokens=so.num_scheduled_tokens.get(request.req_id, 0),
             )
-            check_stop_ids(
+            check_lists(
                 request.sampling_params or SamplingParams(),
                 self.model.eos_token_ids,
                 vocab_size=self.model.vocab_size,
-                max_stop_ids=self.config.max_stop_ids,
+                sizes=self.config.list_sizes,
+                has_thinking=self.config.thinking is not None,
                 where=f"request {request.req_id!r}",
             )
             self._check_blocks(request.req_id, 0, request.block_ids)
@@ -270,11 +274,12 @@ def default_ladder(model: Model, config: RunnerConfig) -> Ladder:
 
 def _admission_call(entries: list[AdmitEntry], programs: ProgramSet) -> tuple[int, Program]:
     """(how many of the first entries one call takes, the program for them)."""
-    count = tokens = blocks = 0
+    count = tokens = blocks = lists = 0
     program = None
     for entry in entries[:ENTRIES_PER_CALL]:
         tokens, blocks = tokens + len(entry.tokens), blocks + len(entry.block_writes)
-        fitting = programs.admit_for(tokens, blocks)
+        lists += len(entry.list_writes)
+        fitting = programs.admit_for(tokens, blocks, lists)
         if fitting is None:
             break
         count, program = count + 1, fitting

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxrunner.compile.buckets import TIERS, Tier
+from jaxrunner.compile.buckets import Feature, Tier, lowest_tier
 from jaxrunner.contract import CachedRequestData
 from jaxrunner.errors import AdmissionError
 from jaxrunner.runner.output import NO_LOGPROBS
@@ -19,8 +19,8 @@ class HostRows:
     """Columns over rows 0..num_rows-1 (row 0 parks). G = KV-cache groups.
 
     num_blocks: i32[rows, G], kernel blocks in the row's tables. computed: tokens that were scheduled. known: tokens
-    that the device has or will have sampled when the steps so far are done. tier: index into TIERS. num_logprobs:
-    asked for, or NO_LOGPROBS. widths: columns of each group's table.
+    that the device has or will have sampled when the steps so far are done. features: bits of
+    `Feature`. num_logprobs: asked for, or NO_LOGPROBS. widths: columns of each group's table.
     """
 
     def __init__(self, num_rows: int, groups: Sequence[KVGroup], widths: Sequence[int], max_model_len: int):
@@ -30,7 +30,7 @@ class HostRows:
         self.num_blocks = np.zeros((num_rows, len(groups)), np.int32)
         self.computed = np.zeros(num_rows, np.int32)
         self.known = np.zeros(num_rows, np.int32)
-        self.tier = np.zeros(num_rows, np.int32)
+        self.features = np.zeros(num_rows, np.int32)
         self.num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
         self._sizes = np.array([g.block_size for g in groups], np.int32)
 
@@ -38,17 +38,21 @@ class HostRows:
         """A request moves in, with no blocks yet."""
         self.num_blocks[row] = 0
         self.computed[row], self.known[row] = num_computed_tokens, num_tokens
-        self.tier[row] = TIERS.index(params.tier)
+        self.features[row] = params.features
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
 
     def clear(self, row: int) -> None:
         """The row's request is gone."""
-        self.num_blocks[row] = self.computed[row] = self.known[row] = self.tier[row] = 0
+        self.num_blocks[row] = self.computed[row] = self.known[row] = self.features[row] = 0
         self.num_logprobs[row] = NO_LOGPROBS
 
     def tier_of(self, rows: np.ndarray) -> Tier:
         """The tier that serves all of `rows`."""
-        return TIERS[self.tier[rows].max(initial=0)]
+        return lowest_tier(int(np.bitwise_or.reduce(self.features[rows])))
+
+    def wants_mask(self, rows: np.ndarray) -> np.ndarray:
+        """bool[len(rows)]: requests that ask for the ids their tokens are drawn from."""
+        return (self.features[rows] & Feature.SAMPLING_MASK) > 0
 
     def append_blocks(self, row: int, block_ids: Iterable[Sequence[int]]) -> np.ndarray:
         """Count allocator blocks as the row's. Returns the table writes that append them, i32[N, 4]."""

@@ -5,27 +5,39 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jaxrunner.contract import LogprobsLists, ModelRunnerOutput
+from jaxrunner.contract import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
+from jaxrunner.sampling.packed_bits import WORD
 from jaxrunner.stages.sample import NO_TOKEN, StepOutput
 
 NO_LOGPROBS = -1
 """Stands for a request that asks for no log-probabilities; 0 asks for those of its own tokens."""
+NO_ID_LEFT = "its constraints (allowed ids, bad words, min_tokens, grammar) forbid every token id"
 
 
 class AsyncOutput:
     """req_ids: in batch order. output: the step's device arrays, kept alive until they were copied.
 
     num_logprobs: i32[B], how many best ids' log-probabilities each request asks for, NO_LOGPROBS for none at all.
+    wants_mask: bool[B], whether it asks for the ids its token was drawn from.
     """
 
-    def __init__(self, req_ids: list[str], output: StepOutput, num_logprobs: np.ndarray | None = None):
+    def __init__(
+        self,
+        req_ids: list[str],
+        output: StepOutput,
+        num_logprobs: np.ndarray | None = None,
+        wants_mask: np.ndarray | None = None,
+    ):
         self._req_ids = req_ids
         none = np.full(len(req_ids), NO_LOGPROBS)
         self._num_logprobs = none if num_logprobs is None else num_logprobs
         asked = (self._num_logprobs > NO_LOGPROBS).any()
         self._device = output.sampled_token_ids
         self._device_logprobs = output.logprobs if asked else None
-        for array in jax.tree.leaves((self._device, self._device_logprobs)):
+        self._wants_mask = np.zeros(len(req_ids), bool) if wants_mask is None else wants_mask
+        self._device_mask = output.sampling_mask if self._wants_mask.any() else None
+        self._no_id_left = output.no_id_left
+        for array in jax.tree.leaves((self._device, self._device_logprobs, self._device_mask, self._no_id_left)):
             array.copy_to_host_async()
         self._result: ModelRunnerOutput | None = None
 
@@ -42,8 +54,28 @@ class AsyncOutput:
                 req_id_to_index=dict(zip(self._req_ids, range(count), strict=True)),
                 sampled_token_ids=tokens,
                 logprobs=self._logprobs(sampled[:, 0] != NO_TOKEN),
+                sampling_masks=self._sampling_masks(sampled[:, 0] != NO_TOKEN),
+                sampling_errors=self._sampling_errors(),
             )
         return self._result
+
+    def _sampling_errors(self) -> dict[str, str]:
+        if self._no_id_left is None:
+            return {}
+        stuck = np.flatnonzero(np.asarray(self._no_id_left)[: len(self._req_ids)])
+        return {self._req_ids[i]: f"request {self._req_ids[i]!r}: {NO_ID_LEFT}" for i in stuck}
+
+    def _sampling_masks(self, has_token: np.ndarray) -> SamplingMaskLists | None:
+        if self._device_mask is None:
+            return None
+        words = np.asarray(self._device_mask)[: len(has_token)]
+        # Most words are 0 where a filter is on; only the others are taken apart.
+        row, place = np.nonzero(np.where((self._wants_mask & has_token)[:, None], words, 0))
+        bits = np.unpackbits(words[row, place].astype("<u4")[:, None].view(np.uint8), axis=1, bitorder="little")
+        entry, bit = np.nonzero(bits)
+        token_ids = place[entry] * WORD + bit
+        ends = np.bincount(row[entry], minlength=len(has_token)).cumsum()
+        return SamplingMaskLists(token_ids.astype(np.int32), np.concatenate([[0], ends]).astype(np.int32))
 
     def _logprobs(self, has_token: np.ndarray) -> LogprobsLists | None:
         """The columns that each request asked for. has_token: bool[B], a token was sampled."""

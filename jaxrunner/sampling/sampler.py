@@ -2,40 +2,77 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from jaxrunner.compile.buckets import Tier, covers
+from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
+from jaxrunner.sampling.constraints import constrain, has_no_id
+from jaxrunner.sampling.history import History
 from jaxrunner.sampling.min_p import min_p
-from jaxrunner.sampling.min_tokens import mask_stop_ids
+from jaxrunner.sampling.packed_bits import pack_bits
 from jaxrunner.sampling.random import gumbel, row_keys
+from jaxrunner.sampling.replay import replayed
 from jaxrunner.sampling.temperature import GREEDY_BELOW, is_sound, scale
 from jaxrunner.sampling.top_k import top_k
 from jaxrunner.sampling.top_p import top_p
 from jaxrunner.state.sampling import SamplingState
 
 
-def sample_tokens(
-    logits: Float32[Array, "B V"], params: SamplingState, position: Int32[Array, "B"], *, tier: Tier
-) -> Int32[Array, "B"]:
-    """Sampled ids, i32[B], always inside the vocabulary.
+class Sampled(NamedTuple):
+    """token_ids: i32[B], always inside the vocabulary.
 
-    params: the rows' parameters in batch order. position: index the new token will have in its request.
+    no_id_left: bool[B], rows whose constraints forbid every id, so that their token means nothing; None in a tier
+    without constraints. sampling_mask: u32[B, W], the ids that each token was drawn from (`packed_bits`); None in a
+    tier without it.
+    """
+
+    token_ids: jax.Array
+    no_id_left: jax.Array | None = None
+    sampling_mask: jax.Array | None = None
+
+
+def sample_tokens(
+    logits: Float32[Array, "B V"],
+    params: SamplingState,
+    position: Int32[Array, "B"],
+    *,
+    tier: Tier,
+    history: History | None = None,
+) -> Sampled:
+    """A token of each row.
+
+    params: the rows' parameters in batch order. position: index the new token will have in its request. history: for
+    tiers with constraints.
     tier "greedy": exact argmax, the lowest id on a tie. tier "random": rows with a temperature take the argmax of
     logits / temperature + Gumbel noise, which draws from the softmax; greedy rows as before. Tiers from "filtered" on
-    apply the whole list of `jaxrunner.sampling`. A row's token is the same in every tier that covers what it asks for.
+    filter before the draw, from "constrained" on the whole list of `jaxrunner.sampling` applies. A row's token is the
+    same in every tier that covers what it asks for.
     """
-    if covers(tier, "filtered") and params.stop_ids is not None:
-        logits = mask_stop_ids(logits, params.stop_ids, params.min_len, position)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if tier == "greedy":
-        return greedy
-    scaled = scale(logits, params.temperature)
-    if covers(tier, "filtered"):
-        scaled = apply_filters(scaled, params)
-    noise = gumbel(row_keys(params.seed, position), logits.shape[-1])
-    drawn = jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
-    return jnp.where(params.temperature < GREEDY_BELOW, greedy, drawn)
+    features = TIER_FEATURES[tier]
+    no_id_left = None
+    if Feature.CONSTRAINTS in features:
+        if history is None:
+            raise ValueError(f"tier {tier!r} needs the history of its rows")
+        logits = constrain(logits, params, position, history)
+        no_id_left = has_no_id(logits)
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    scores = logits
+    if Feature.DRAW in features:
+        is_greedy = params.temperature < GREEDY_BELOW
+        scores = scale(logits, params.temperature)
+        if Feature.FILTERS in features:
+            scores = apply_filters(scores, params)
+        noise = gumbel(row_keys(params.seed, position), logits.shape[-1])
+        tokens = jnp.where(is_greedy, tokens, jnp.argmax(scores + noise, axis=-1).astype(jnp.int32))
+        scores = jnp.where(is_greedy[:, None], logits, scores)
+    if history is not None and no_id_left is not None:
+        is_given, given = replayed(params.list_of("replay_ids"), position, history.prompt_len)
+        tokens, no_id_left = jnp.where(is_given, given, tokens), no_id_left & ~is_given
+    mask = pack_bits(scores != -jnp.inf) if Feature.SAMPLING_MASK in features else None
+    return Sampled(tokens, no_id_left, mask)
 
 
 def apply_filters(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array, "B V"]:

@@ -16,4 +16,4 @@ def top_k(scaled: Float32[Array, "B V"], k: Int32[Array, "B"]) -> Float32[Array,
     """
     vocab_size = scaled.shape[1]
     limit = jnp.where((k > 0) & (k < vocab_size), k, vocab_size)
-    return jnp.where(best(scaled, jnp.ones_like(scaled, jnp.int32), limit), scaled, -jnp.inf)
+    return jnp.where(best(scaled, None, limit), scaled, -jnp.inf)

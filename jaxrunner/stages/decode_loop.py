@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxrunner.compile.buckets import TIERS, Bucket, Tier
+from jaxrunner.compile.buckets import REPORTS, Bucket, Feature, Tier, lowest_tier
 from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation, check
@@ -32,13 +32,13 @@ from jaxrunner.state.runner_state import RunnerState, host_view
 Kind = Literal["scan", "while"]
 NO_STOP = -1
 NO_LIMIT = 2**31 - 1
-MOST_CAPABLE: Tier = next(tier for tier in reversed(TIERS) if tier != "logprobs")
-"""The tier that can do whatever any row asks for, but for log-probabilities, which the loop does not return."""
+MOST_CAPABLE: Tier = lowest_tier(Feature.DRAW | Feature.FILTERS | Feature.CONSTRAINTS)
+"""The tier that can do whatever any row asks for, but for reports beside the tokens, which the loop does not return."""
 
 
 class StopReason(enum.IntEnum):
     """Why a row made no more tokens. STEPS: it made one in each step. NOT_DECODABLE: it is empty, or has more than one
-    token to run (a prefill).
+    token to run (a prefill). NO_ID_LEFT: its constraints forbid every id.
     """
 
     STEPS = 0
@@ -47,6 +47,7 @@ class StopReason(enum.IntEnum):
     MAX_MODEL_LEN = 3
     OUT_OF_BLOCKS = 4
     NOT_DECODABLE = 5
+    NO_ID_LEFT = 6
 
 
 def decode_loop(
@@ -123,11 +124,14 @@ def decode_loop(
 
 
 class _Carry(NamedTuple):
-    """What goes from turn to turn. counts: i32[B], tokens made. stopped: bool[B], a stop id was sampled."""
+    """What goes from turn to turn. counts: i32[B], tokens made. stopped, stuck: bool[B], a stop id was sampled, or no
+    id was left to sample.
+    """
 
     state: RunnerState
     counts: jax.Array
     stopped: jax.Array
+    stuck: jax.Array
 
 
 def _run(
@@ -144,10 +148,11 @@ def _run(
             model, weights, carry.state, packed, bucket=bucket, logits_fn=shown, implementation=implementation
         )
         token = jnp.zeros_like(rows).at[order].set(output.sampled_token_ids[: len(rows), 0])
-        is_stop = active & (token[:, None] == stop_ids).any(axis=1)
-        return _Carry(state, carry.counts + active, carry.stopped | is_stop), token
+        made = active & (token != NO_TOKEN)
+        is_stop = made & (token[:, None] == stop_ids).any(axis=1)
+        return _Carry(state, carry.counts + made, carry.stopped | is_stop, carry.stuck | (active & ~made)), token
 
-    start = _Carry(state, jnp.zeros_like(rows), jnp.zeros(rows.shape, bool))
+    start = _Carry(state, jnp.zeros_like(rows), jnp.zeros(rows.shape, bool), jnp.zeros(rows.shape, bool))
     if kind == "scan":
         end, tokens = lax.scan(lambda carry, _: turn(carry), start, length=steps)
         tokens = tokens.T
@@ -187,6 +192,7 @@ def _reasons(carry: _Carry, rows: jax.Array, most: jax.Array, steps: int) -> jax
     room = _room(state)[at]
     cases = [
         (carry.stopped, StopReason.STOP_TOKEN),
+        (carry.stuck, StopReason.NO_ID_LEFT),
         (~made & ~(exists & (total_len == computed + 1)), StopReason.NOT_DECODABLE),
         (carry.counts >= most, StopReason.MAX_TOKENS),
         (carry.counts >= steps, StopReason.STEPS),
@@ -226,8 +232,8 @@ def _in_callers_order(logits_fn: LogitsFn, order: jax.Array) -> LogitsFn:
 
 
 def _tier(state: RunnerState, rows: Any) -> Tier:
-    wanted = int(host_view(state.sampling.tier)[np.asarray(rows)].max())
-    return TIERS[min(wanted, TIERS.index(MOST_CAPABLE))]
+    wanted = int(np.bitwise_or.reduce(host_view(state.sampling.features)[np.asarray(rows)]))
+    return lowest_tier(wanted & ~REPORTS)
 
 
 def _stop_ids(ids: Any, num_rows: int) -> jax.Array:

@@ -50,6 +50,7 @@ def step(
     *,
     bucket: Bucket,
     logits_fn: LogitsFn | None = None,
+    grammar_bitmask: jax.Array | None = None,
     implementation: Implementation = None,
     return_hidden: bool = False,
 ) -> tuple[RunnerState, StepOutput]:
@@ -58,7 +59,8 @@ def step(
     model: static. weights: the pytree `load` gave. state: not donated here; put `step` into your own `jax.jit` with
     `donate_argnames="state"` to update the KV cache in place. inputs: a `StepInput`, or what `StepInput.pack(bucket)`
     gave (an i32 vector, the form to pass through a jit). bucket: static shape, see `Ladder.pick`.
-    logits_fn: `logits_fn(logits f32[B, vocab], requests) -> f32[B, vocab]`. implementation: None for the best, a
+    logits_fn: `logits_fn(logits f32[B, vocab], requests) -> f32[B, vocab]`. grammar_bitmask: u32[bucket.num_reqs, W],
+    ids that each request may take next, see `jaxrunner.sampling.grammar`. implementation: None for the best, a
     name, a name per op, or an attention of your own (`jaxrunner.pallas.custom_attention`). return_hidden: put the final
     hidden states [T, hidden] into the output.
 
@@ -67,7 +69,8 @@ def step(
     check_alive(state)
     packed = jnp.asarray(inputs.pack(bucket) if isinstance(inputs, StepInput) else inputs)
     state, pending, hidden = _first_half(model, weights, state, packed, bucket=bucket, implementation=implementation)
-    options: dict[str, Any] = {"tier": bucket.tier, "logits_fn": logits_fn, "implementation": implementation}
+    options: dict[str, Any] = {"logits_fn": logits_fn, "grammar_bitmask": grammar_bitmask}
+    options |= {"tier": bucket.tier, "implementation": implementation}
     state, output = finish_step(model, weights, state, pending, **options)
     return state, output.replace(hidden=hidden) if return_hidden else output
 
@@ -99,14 +102,21 @@ def finish_step(
     tier: Tier,
     num_reqs: int | None = None,
     logits_fn: LogitsFn | None = None,
+    grammar_bitmask: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> tuple[RunnerState, StepOutput]:
-    """The last two stages, for the first `num_reqs` rows of `pending` (all by default)."""
+    """The last two stages, for the first `num_reqs` rows of `pending` (all by default).
+
+    A request whose constraints leave no id is as it was before the step: its tokens do not count as computed, and are
+    run again in the next step, to the same end.
+    """
     rows = slice(0, num_reqs)
     requests = BatchRequests(*(a[rows] for a in pending.requests))
-    output = sample(model, weights, state, pending.hidden[rows], requests, tier=tier, logits_fn=logits_fn)
+    options: dict[str, Any] = {"logits_fn": logits_fn, "grammar_bitmask": grammar_bitmask}
+    output = sample(model, weights, state, pending.hidden[rows], requests, tier=tier, **options)
+    undone = None if output.no_id_left is None else jnp.where(output.no_id_left, requests.query_lens, 0)
     ids, counts = output.sampled_token_ids, output.num_sampled
-    return commit(state, requests, ids, counts, implementation=implementation), output
+    return commit(state, requests, ids, counts, undone, implementation=implementation), output
 
 
 def _first_half(model, weights, state, packed, *, bucket, implementation):

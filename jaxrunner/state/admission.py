@@ -7,16 +7,16 @@ An entry names a row and rewrites all of it (every per-row field, the drafts, th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner.errors import CapacityError, InvariantError
+from jaxrunner.errors import InvariantError
 from jaxrunner.state.block_writes import apply_block_writes, check_block_writes, no_block_writes
 from jaxrunner.state.codec import Layout
 from jaxrunner.state.fields import RECORD_WIDTH, REQUEST_FIELDS
+from jaxrunner.state.request_lists import NO_WRITES
 from jaxrunner.state.runner_state import RunnerState
 
 ENTRIES_PER_CALL = 16
@@ -26,15 +26,15 @@ ENTRIES_PER_CALL = 16
 class AdmitEntry:
     """row: state row. record: i32[RECORD_WIDTH] or None to leave it. tokens: known ids from position 0 on.
 
-    block_writes: i32[N, 4], see `jaxrunner.state.block_writes`. stop_ids: ids that min_tokens masks; written with the
-    record.
+    block_writes: i32[N, 4], see `jaxrunner.state.block_writes`. list_writes: i32[N, 2], see
+    `jaxrunner.state.request_lists`; only with a record, which empties all lists of the row.
     """
 
     row: int
     record: np.ndarray | None = None
     tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     block_writes: np.ndarray = dataclasses.field(default_factory=no_block_writes)
-    stop_ids: Sequence[int] = ()
+    list_writes: np.ndarray = dataclasses.field(default_factory=lambda: NO_WRITES)
 
 
 def release_entry(row: int) -> AdmitEntry:
@@ -42,8 +42,10 @@ def release_entry(row: int) -> AdmitEntry:
     return AdmitEntry(row, record=np.zeros(RECORD_WIDTH, np.int32))
 
 
-def admit_layout(num_tokens: int, num_blocks: int, entries: int = ENTRIES_PER_CALL, *, max_stop_ids: int = 0) -> Layout:
-    """max_stop_ids: stop ids of one entry; no more than the state's."""
+def admit_layout(
+    num_tokens: int, num_blocks: int, entries: int = ENTRIES_PER_CALL, *, num_list_writes: int = 0
+) -> Layout:
+    """Room for so many tokens, block writes and list writes of all entries together."""
     return Layout(
         (
             ("num_block_writes", ()),
@@ -54,7 +56,8 @@ def admit_layout(num_tokens: int, num_blocks: int, entries: int = ENTRIES_PER_CA
             ("token_end", (entries,)),
             ("tokens", (num_tokens,)),
             ("block_writes", (num_blocks, 4)),
-            ("stop_ids", (entries, max_stop_ids)),
+            ("num_list_writes", ()),
+            ("list_writes", (num_list_writes, 3)),
         )
     )
 
@@ -64,7 +67,10 @@ def pack_admit(layout: Layout, entries: list[AdmitEntry]) -> np.ndarray:
     rewritten = [e.row for e in entries if e.record is not None]
     if len(set(rewritten)) != len(rewritten):
         raise InvariantError("two entries of one call rewrite the same row; their order would be undefined")
+    if any(len(e.list_writes) and e.record is None for e in entries):
+        raise InvariantError("an entry writes lists without a record; the lists of its row's request would stay")
     writes = np.concatenate([e.block_writes for e in entries] or [no_block_writes()])
+    lists = [np.insert(e.list_writes, 0, e.row, axis=1) for e in entries]
     check_block_writes(writes)
     zero = np.zeros(RECORD_WIDTH, np.int32)
     return layout.pack(
@@ -77,19 +83,10 @@ def pack_admit(layout: Layout, entries: list[AdmitEntry]) -> np.ndarray:
             "token_end": np.cumsum([len(e.tokens) for e in entries]),
             "tokens": np.concatenate([e.tokens for e in entries]),
             "block_writes": writes,
-            "stop_ids": _pack_stop_ids([e.stop_ids for e in entries], layout.shape_of("stop_ids")[1]),
+            "num_list_writes": sum(map(len, lists)),
+            "list_writes": np.concatenate(lists or [np.zeros((0, 3), np.int32)]),
         }
     )
-
-
-def _pack_stop_ids(stop_ids: list[Sequence[int]], width: int) -> np.ndarray:
-    """i32[len(stop_ids), width] as the state holds them: id + 1, 0 where unused."""
-    packed = np.zeros((len(stop_ids), width), np.int32)
-    for row, ids in zip(packed, stop_ids, strict=True):
-        if len(ids) > width:
-            raise CapacityError(f"{len(ids)} stop ids do not fit the {width} of a row")
-        row[: len(ids)] = np.asarray(ids, np.int64) + 1
-    return packed
 
 
 def apply_admit(state: RunnerState, packed: jax.Array, *, layout: Layout) -> RunnerState:
@@ -104,10 +101,11 @@ def apply_admit(state: RunnerState, packed: jax.Array, *, layout: Layout) -> Run
     requests, sampling, tables = state.requests, state.sampling, state.tables
     requests = requests.replace(counters=requests.counters.at[rewritten].set(part["record"][:, :width], mode="drop"))
     sampling = sampling.replace(params=sampling.params.at[rewritten].set(part["record"][:, width:], mode="drop"))
-    if sampling.stop_ids is not None:
-        unused = sampling.max_stop_ids - part["stop_ids"].shape[1]
-        stop_ids = jnp.pad(part["stop_ids"], ((0, 0), (0, unused)))
-        sampling = sampling.replace(stop_ids=sampling.stop_ids.at[rewritten].set(stop_ids, mode="drop"))
+    if sampling.lists is not None:
+        writes = part["list_writes"]
+        written = jnp.where(jnp.arange(len(writes)) < part["num_list_writes"], writes[:, 0], out_of_range)
+        lists = sampling.lists.at[rewritten].set(0, mode="drop")
+        sampling = sampling.replace(lists=lists.at[written, writes[:, 1]].set(writes[:, 2], mode="drop"))
     tables = tables.replace(num_blocks=tables.num_blocks.at[rewritten].set(0, mode="drop"))
     if requests.draft_tokens is not None:
         requests = requests.replace(draft_tokens=requests.draft_tokens.at[rewritten].set(0, mode="drop"))

@@ -34,7 +34,7 @@ def _check_parking_row(state: RunnerState, counters: np.ndarray) -> None:
         "requests.counters": counters,
         "requests.token_ids": state.requests.token_ids,
         "sampling.params": state.sampling.params,
-        "sampling.stop_ids": state.sampling.stop_ids,
+        "sampling.lists": state.sampling.lists,
         "tables.num_blocks": state.tables.num_blocks,
         **{f"tables.block_table[{g}]": t for g, t in enumerate(state.tables.block_table)},
         **{f"extras[{name!r}]": value for name, value in state.extras.items()},

@@ -38,7 +38,11 @@ SAMPLING_FIELDS: tuple[Field, ...] = (
     Field("top_p", "f32", "mass to draw from; 0 and 1 mean all"),
     Field("min_p", "f32", "least probability relative to the largest; 0 means none"),
     Field("min_len", "i32", "no stop id is sampled at a position below: prompt_len + min_tokens; 0 means anywhere"),
-    Field("tier", "i32", "index in TIERS of the lowest sampler tier that does what the request asks for"),
+    Field("features", "i32", "bits of `Feature`: what the request asks of the sampler"),
+    Field("repetition_penalty", "f32", "divides positive and multiplies other logits of ids seen; 0 and 1 are off"),
+    Field("frequency_penalty", "f32", "subtracted for each time an id was sampled; 0 is off"),
+    Field("presence_penalty", "f32", "subtracted if an id was sampled; 0 is off"),
+    Field("thinking_budget", "i32", "tokens that may follow the start of thinking, plus 1; 0 is off"),
 )
 
 REQUEST_COLUMN: dict[str, int] = {f.name: i for i, f in enumerate(REQUEST_FIELDS)}

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrunner.compile.buckets import TIERS
 from jaxrunner.errors import AdmissionError
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.fields import encode_record, split_seed
@@ -38,32 +37,13 @@ def request_record(
             "top_p": max(params.top_p, LEAST_TOP_P),
             "min_p": params.min_p,
             "min_len": prompt_len + params.min_tokens if params.min_tokens else 0,
-            "tier": TIERS.index(params.tier),
+            "features": int(params.features),
+            "repetition_penalty": params.repetition_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "presence_penalty": params.presence_penalty,
+            "thinking_budget": 0 if params.thinking_token_budget is None else params.thinking_token_budget + 1,
         }
     )
-
-
-def masked_stop_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:
-    """Ids that may not be sampled before min_tokens: the model's end ids (unless ignore_eos) and the request's own."""
-    if not params.min_tokens:
-        return []
-    eos = [] if params.ignore_eos else eos_token_ids
-    return list(dict.fromkeys([*eos, *params.stop_token_ids]))
-
-
-def check_stop_ids(
-    params: SamplingParams, eos_token_ids: Sequence[int], *, vocab_size: int, max_stop_ids: int, where: str = "request"
-) -> None:
-    """Raises AdmissionError for a stop id outside the vocabulary, or for more than the state can mask."""
-    if bad := [t for t in params.stop_token_ids if not 0 <= t < vocab_size]:
-        raise AdmissionError(
-            f"{where}: stop_token_ids holds {bad[0]}, which is outside the vocabulary 0..{vocab_size - 1}"
-        )
-    if (count := len(masked_stop_ids(params, eos_token_ids))) > max_stop_ids:
-        raise AdmissionError(
-            f"{where}: min_tokens has to mask {count} stop ids, a row holds {max_stop_ids}; give fewer stop_token_ids "
-            f"or start with max_stop_ids={count} (of RunnerConfig, LLM and init_state)"
-        )
 
 
 def derived_seed(seed: int, number: int) -> int:

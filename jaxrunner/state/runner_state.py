@@ -15,11 +15,11 @@ from jaxrunner.state.fields import REQUEST_FIELDS, SAMPLING_FIELDS
 from jaxrunner.state.kv_cache import KVCache
 from jaxrunner.state.kv_dtype import kv_dtype
 from jaxrunner.state.kv_scales import Scales, initial_scales
+from jaxrunner.state.request_lists import DEFAULT_LIST_SIZES, ListSizes
 from jaxrunner.state.requests import RequestState
-from jaxrunner.state.sampling import SamplingState
+from jaxrunner.state.sampling import SamplingState, ThinkingTokens
 
 MAX_INT32 = 2**31 - 1
-MAX_STOP_IDS = 64
 
 
 class RunnerState(struct.PyTreeNode):
@@ -61,7 +61,8 @@ def init_state(
     kv_cache_dtype: str | None = None,
     kv_scales: Scales | None = None,
     num_draft_tokens: int = 0,
-    max_stop_ids: int = MAX_STOP_IDS,
+    list_sizes: ListSizes = DEFAULT_LIST_SIZES,
+    thinking: ThinkingTokens | None = None,
     groups: tuple[KVGroup, ...] | None = None,
 ) -> RunnerState:
     """An empty state.
@@ -74,15 +75,14 @@ def init_state(
     ("fp8_e4m3", "float8_e4m3fn"), which halves the memory of bfloat16.
     kv_scales: of an fp8 cache, [layers, 2], see `jaxrunner.state.kv_scales`; by default the checkpoint's, or else 1.
     num_draft_tokens: K, width of the draft table.
-    max_stop_ids: ids that can end a request which asks for min_tokens: the model's and its own.
+    list_sizes: how many stop ids, biases, allowed ids, ... a request may bring. thinking: how the model marks its
+    thinking, for requests with a thinking budget.
     groups: how layers share block tables; by default one group for each distinct sliding window.
 
     Every leaf is an array of its own, so the whole state may be donated. Raises AdmissionError for sizes that cannot
     work, with the limit in the message.
     """
     _check_sizes(model, max_requests, max_model_len, block_size, blocks_per_kv_block)
-    if max_stop_ids < 1:
-        raise AdmissionError(f"max_stop_ids is {max_stop_ids}; at least 1 is needed")
     groups = groups or tuple(
         KVGroup(layers, model.layers[layers[0]].window, block_size, blocks_per_kv_block) for layers in model.kv_groups
     )
@@ -108,7 +108,9 @@ def init_state(
         ),
         sampling=SamplingState(
             params=jnp.zeros((rows, len(SAMPLING_FIELDS)), jnp.int32),
-            stop_ids=jnp.zeros((rows, max_stop_ids), jnp.int32),
+            lists=jnp.zeros((rows, list_sizes.width), jnp.int32),
+            sizes=list_sizes,
+            thinking=thinking,
         ),
         kv=KVCache(
             blocks=tuple(

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jaxrunner.errors import AdmissionError
 from jaxrunner.state.fields import SAMPLING_COLUMN
+from jaxrunner.state.request_lists import DEFAULT_LIST_SIZES, ListSizes
+
+
+@dataclasses.dataclass(frozen=True)
+class ThinkingTokens:
+    """How a model marks its thinking: the ids that start it, those that end it, and those that end it when its budget
+    is spent (by default the ordinary end). vLLM's `reasoning_config`.
+    """
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    forced_end: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("start", "end", "forced_end"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not (self.start and self.end):
+            raise AdmissionError(f"thinking needs ids that start and that end it, got {self}")
+        object.__setattr__(self, "forced_end", self.forced_end or self.end)
 
 
 class SamplingState(struct.PyTreeNode):
     """params: i32[R, len(SAMPLING_FIELDS)], floats bit-cast; see `jaxrunner.state.fields`.
 
-    stop_ids: i32[R, S], id + 1 of what may not be sampled below min_len, 0 where unused. None masks nothing.
+    lists: i32[R, sizes.width], see `jaxrunner.state.request_lists`. None where no request can bring any.
+    sizes, thinking: static; how long the lists may be, and the ids around a model's thinking, if it has such.
     """
 
     params: jax.Array
-    stop_ids: jax.Array | None = None
+    lists: jax.Array | None = None
+    sizes: ListSizes = struct.field(pytree_node=False, default=DEFAULT_LIST_SIZES)
+    thinking: ThinkingTokens | None = struct.field(pytree_node=False, default=None)
 
     @property
     def temperature(self) -> jax.Array:
@@ -51,14 +76,35 @@ class SamplingState(struct.PyTreeNode):
         return self.params[:, SAMPLING_COLUMN["min_len"]]
 
     @property
-    def tier(self) -> jax.Array:
-        """i32[R], index in `TIERS`. For the host: inside an executable the tier is static."""
-        return self.params[:, SAMPLING_COLUMN["tier"]]
+    def features(self) -> jax.Array:
+        """i32[R], bits of `Feature`. For the host: inside an executable the tier is static."""
+        return self.params[:, SAMPLING_COLUMN["features"]]
 
     @property
-    def max_stop_ids(self) -> int:
-        """S, stop ids that a row can hold."""
-        return 0 if self.stop_ids is None else self.stop_ids.shape[1]
+    def repetition_penalty(self) -> jax.Array:
+        """f32[R]; 0 and 1 are off."""
+        return self._column_f32("repetition_penalty")
+
+    @property
+    def frequency_penalty(self) -> jax.Array:
+        """f32[R]; 0 is off."""
+        return self._column_f32("frequency_penalty")
+
+    @property
+    def presence_penalty(self) -> jax.Array:
+        """f32[R]; 0 is off."""
+        return self._column_f32("presence_penalty")
+
+    @property
+    def thinking_budget(self) -> jax.Array:
+        """i32[R], budget + 1; 0 is off."""
+        return self.params[:, SAMPLING_COLUMN["thinking_budget"]]
+
+    def list_of(self, name: str) -> jax.Array:
+        """i32[R, n], one of the lists by its name in `ListSizes.columns`; n is 0 in a state without lists."""
+        if self.lists is None:
+            return jnp.zeros((self.params.shape[0], 0), jnp.int32)
+        return self.lists[:, self.sizes.columns[name]]
 
     def take(self, rows: jax.Array) -> SamplingState:
         """The parameters of some rows, in batch order."""

@@ -26,7 +26,9 @@ from jaxrunner.state.block_tables import KVGroup
 from jaxrunner.state.fields import RECORD_FIELDS
 from jaxrunner.state.kv_dtype import FLOAT8, FLOAT8_BYTES
 from jaxrunner.state.kv_dtype import NAMES as CACHE_DTYPES
+from jaxrunner.state.request_lists import ListSizes
 from jaxrunner.state.runner_state import RunnerState, host_view, init_state
+from jaxrunner.state.sampling import ThinkingTokens
 
 FORMAT, FORMAT_VERSION = "jaxrunner.state", "1"
 EXTRAS = "extras/"
@@ -81,6 +83,9 @@ def load_state(path: str | Path, like: Model | RunnerState) -> RunnerState:
         )
     if (groups := _groups(metadata)) != template.tables.groups:
         raise CheckpointError(f"{path} has the KV-cache groups {groups}; expected {template.tables.groups}")
+    expected_lists = (template.sampling.sizes, template.sampling.thinking)
+    if (lists := (ListSizes(**json.loads(metadata["lists"])), _thinking(metadata))) != expected_lists:
+        raise CheckpointError(f"{path} has the list_sizes and thinking {lists}; expected {expected_lists}")
     leaves = []
     for name, leaf in expected.items():
         found = (file.dtype(name), file.tensors[name].shape)
@@ -129,6 +134,8 @@ def _header(state: RunnerState, entries: Mapping[str, Any], checksums: Mapping[s
         "jaxrunner": jaxrunner.__version__,
         "jax": jax.__version__,
         "groups": json.dumps([dataclasses.asdict(group) for group in state.tables.groups]),
+        "lists": json.dumps(dataclasses.asdict(state.sampling.sizes)),
+        "thinking": json.dumps(state.sampling.thinking and dataclasses.asdict(state.sampling.thinking)),
         "fields": json.dumps([field.name for field in RECORD_FIELDS]),
         "crc32": json.dumps({name: f"{value:08x}" for name, value in checksums.items()}),
     }
@@ -171,6 +178,8 @@ def _template(path: Path, file: SafetensorsFile, metadata: Mapping[str, str], mo
             num_draft_tokens=drafts.shape[1] if drafts else 0,
             kv_cache_dtype=_cache_dtype(path, file, caches[0]),
             groups=groups,
+            list_sizes=ListSizes(**json.loads(metadata["lists"])),
+            thinking=_thinking(metadata),
         )
     )
     extras = {
@@ -178,12 +187,7 @@ def _template(path: Path, file: SafetensorsFile, metadata: Mapping[str, str], mo
         for name, entry in file.tensors.items()
         if name.startswith(EXTRAS)
     }
-    # How wide the sampling parameters of a row are is an option of `init_state`: the file says it.
-    sampling = jax.tree_util.tree_map_with_path(
-        lambda where, leaf: jax.ShapeDtypeStruct(_shape_in(file, f"sampling/{_name(where)}", leaf.shape), leaf.dtype),
-        made.sampling,
-    )
-    return made.replace(sampling=sampling, extras=extras)
+    return made.replace(extras=extras)
 
 
 def _cache_dtype(path: Path, file: SafetensorsFile, cache: str) -> str:
@@ -196,8 +200,9 @@ def _cache_dtype(path: Path, file: SafetensorsFile, cache: str) -> str:
     return dtype.name
 
 
-def _shape_in(file: SafetensorsFile, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    return file.tensors[name].shape if name in file.tensors else default
+def _thinking(metadata: Mapping[str, str]) -> ThinkingTokens | None:
+    found = json.loads(metadata["thinking"])
+    return ThinkingTokens(**found) if found else None
 
 
 def _groups(metadata: Mapping[str, str]) -> tuple[KVGroup, ...]:

@@ -33,7 +33,15 @@ CONFIG = RunnerConfig(
 )
 LADDER = Ladder(decode=(4, 8), mixed=(32, 64), finish=(8,))
 STEPS, GREEDY_STEPS, AUDIT_EVERY = 500, 200, 25
-KINDS = ({}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "min_tokens": 2}, {"logprobs": 3})
+KINDS = (
+    {},
+    {"top_k": 5},
+    {"min_p": 0.1},
+    {"top_p": 0.9, "min_tokens": 2},
+    {"logprobs": 3},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "bad_words_token_ids": [[7], [8, 9]]},
+    {"logit_bias": {5: 2.0}, "allowed_token_ids": [5, 6, 7], "return_sampling_mask": True},
+)
 
 
 class Life:

@@ -174,8 +174,8 @@ PADDING = (
     Mutation(
         "sample: padding gets a token",
         "stages/sample.py",
-        "jnp.where(samples, ids, NO_TOKEN)",
-        "ids",
+        "jnp.where(samples, sampled.token_ids, NO_TOKEN)",
+        "sampled.token_ids",
         (ORACLE_MIXED, ORACLE_DECODE),
     ),
     Mutation(
@@ -349,22 +349,22 @@ RANDOMNESS = (
     Mutation(
         "sample: the draw depends on the row, not on the position",
         "stages/sample.py",
-        "state.sampling.take(requests.idx_mapping), requests.seq_lens, tier=tier",
-        "state.sampling.take(requests.idx_mapping), requests.idx_mapping, tier=tier",
+        "sample_tokens(logits, params, requests.seq_lens, tier=tier",
+        "sample_tokens(logits, params, requests.idx_mapping, tier=tier",
         (ORACLE_DECODE,),
     ),
     Mutation(
         "sample: parameters are taken by place in the batch",
         "stages/sample.py",
-        "state.sampling.take(requests.idx_mapping)",
-        "state.sampling.take(jnp.arange(requests.idx_mapping.shape[0]))",
+        "state.sampling.take(rows)",
+        "state.sampling.take(jnp.arange(rows.shape[0]))",
         (ORACLE_DECODE, ORACLE_MIXED),
     ),
     Mutation(
         "sampler: greedy rows of a random batch are drawn",
         "sampling/sampler.py",
-        "return jnp.where(params.temperature < GREEDY_BELOW, greedy, drawn)",
-        "return drawn",
+        "tokens = jnp.where(is_greedy, tokens, jnp.argmax(scores + noise, axis=-1).astype(jnp.int32))",
+        "tokens = jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)",
         (SAMPLER + "test_greedy_rows_in_a_random_batch_are_exact",),
         fast=True,
     ),
@@ -432,10 +432,10 @@ ROW_FIELDS = (
         (GARBAGE_ROW, ADMISSION + "test_releasing_a_row_zeroes_it"),
     ),
     Mutation(
-        "admit: stop ids of the last owner stay",
+        "admit: lists of the last owner stay",
         "state/admission.py",
-        'sampling.replace(stop_ids=sampling.stop_ids.at[rewritten].set(stop_ids, mode="drop"))',
-        "sampling",
+        'lists = sampling.lists.at[rewritten].set(0, mode="drop")',
+        "lists = sampling.lists",
         (GARBAGE_ROW, ADMISSION + "test_releasing_a_row_zeroes_it"),
     ),
     Mutation(
@@ -465,6 +465,110 @@ ROW_FIELDS = (
         'row = jnp.where((index < total) & (part["num_entries"] > 0), part["row"][entry], out_of_range)',
         'row = part["row"][entry]',
         (ADMISSION + "test_ragged_prompts_equal_a_loop[0]",),
+    ),
+)
+
+OPS = "tests/sampling/test_constraints.py::"
+BY_HAND = "tests/stages/test_constraints.py::"
+MIXTURE = OPS + "test_any_mixture_equals_the_oracle"
+CONSTRAINTS = (
+    Mutation(
+        "admit: list words past their number are written",
+        "state/admission.py",
+        'jnp.where(jnp.arange(len(writes)) < part["num_list_writes"], writes[:, 0], out_of_range)',
+        "writes[:, 0]",
+        (ADMISSION + "test_list_words_equal_a_loop",),
+    ),
+    Mutation(
+        "allowed ids: an unused entry allows the last id",
+        "sampling/allowed_ids.py",
+        "column = jnp.where(is_id, allowed_ids - 1, vocab_size)",
+        "column = allowed_ids - 1",
+        (MIXTURE,),
+    ),
+    Mutation(
+        "allowed ids: rows that ask for nothing are emptied",
+        "sampling/allowed_ids.py",
+        "jnp.where(is_id.any(axis=1, keepdims=True), -jnp.inf, logits)",
+        "jnp.full_like(logits, -jnp.inf)",
+        (MIXTURE,),
+    ),
+    Mutation(
+        "logit bias: an unused entry is that of the last id",
+        "sampling/logit_bias.py",
+        "column = jnp.where(bias_ids > 0, bias_ids - 1, vocab_size)",
+        "column = jnp.minimum(bias_ids - 1, vocab_size - 1)",
+        (OPS + "test_k054_a_bias_past_the_vocabulary_changes_no_row",),
+    ),
+    Mutation(
+        "penalties: junk behind a row's tokens counts",
+        "sampling/penalties.py",
+        "is_known, is_output = index < length[:, None],",
+        "is_known, is_output = index >= 0 * length[:, None],",
+        (MIXTURE,),
+    ),
+    Mutation(
+        "penalties: the prompt counts as output",
+        "sampling/penalties.py",
+        "index >= history.prompt_len[:, None]",
+        "index >= 0 * history.prompt_len[:, None]",
+        (MIXTURE, BY_HAND + "test_k063_prompt_and_output_are_told_apart"),
+    ),
+    Mutation(
+        "penalties: the sign of a logit is ignored",
+        "sampling/penalties.py",
+        "jnp.where(logits > 0, logits / factor, logits * factor)",
+        "logits / factor",
+        (MIXTURE, OPS + "test_k060_a_penalty_above_1_never_makes_a_repeat_more_likely"),
+    ),
+    Mutation(
+        "bad words: the prompt counts",
+        "sampling/bad_words.py",
+        "is_there = (index >= history.prompt_len[:, None]) & (history.at(index) + 1 == word_ids)",
+        "is_there = history.at(index) + 1 == word_ids",
+        (MIXTURE, BY_HAND + "test_k057_a_word_is_banned_in_each_of_its_spellings"),
+    ),
+    Mutation(
+        "bad words: misses of an earlier word count",
+        "sampling/bad_words.py",
+        "misses = so_far - jnp.take_along_axis(so_far, jnp.minimum(first, word_ids.shape[1] - 1), axis=1)",
+        "misses = so_far",
+        (MIXTURE,),
+    ),
+    Mutation(
+        "thinking: an end before the start is not told from one behind it",
+        "sampling/thinking.py",
+        "(start >= 0) & (start > end)",
+        "(start >= 0) & (end < 0)",
+        (MIXTURE,),
+    ),
+    Mutation(
+        "replay: the trace begins at the beginning of the prompt",
+        "sampling/replay.py",
+        "number = position - prompt_len",
+        "number = position - 1 + 0 * prompt_len",
+        ("tests/runner/test_constraints.py::test_a_trace_is_replayed_and_then_the_request_goes_on_by_itself",),
+    ),
+    Mutation(
+        "sample: a row without an id left gets one",
+        "stages/sample.py",
+        "samples &= ~no_id_left",
+        "pass",
+        (BY_HAND + "test_rows_that_nothing_is_left_for_stop_alone",),
+    ),
+    Mutation(
+        "step: a row without an id left has computed its tokens",
+        "stages/step.py",
+        "undone = None if output.no_id_left is None else jnp.where(output.no_id_left, requests.query_lens, 0)",
+        "undone = None",
+        (BY_HAND + "test_rows_that_nothing_is_left_for_stop_alone",),
+    ),
+    Mutation(
+        "threshold: ties past the limit are kept",
+        "sampling/threshold.py",
+        "is_tie & (jnp.arange(scaled.shape[1]) < end[:, None])",
+        "is_tie",
+        ("tests/sampling/test_filters.py::test_k047_ties_are_cut_alike_at_every_batch_size[2]",),
     ),
 )
 
@@ -586,4 +690,4 @@ CACHE = (
     ),
 )
 
-MUTATIONS: tuple[Mutation, ...] = PADDING + RANDOMNESS + ROW_FIELDS + FLOAT8 + LADDERS + CACHE
+MUTATIONS: tuple[Mutation, ...] = PADDING + RANDOMNESS + ROW_FIELDS + CONSTRAINTS + FLOAT8 + LADDERS + CACHE

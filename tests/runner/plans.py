@@ -6,6 +6,7 @@ from jaxrunner import SamplingParams
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.contract import CachedRequestData, NewRequestData, SchedulerOutput
 from jaxrunner.runner.config import RunnerConfig
+from jaxrunner.state.request_lists import ListSizes
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 CONFIG = RunnerConfig(
@@ -14,6 +15,7 @@ CONFIG = RunnerConfig(
     max_num_batched_tokens=32,
     num_blocks=40,
     block_size=8,
+    list_sizes=ListSizes(stop_ids=16, logit_bias=8, allowed_token_ids=8, bad_words_tokens=8, replay_tokens=4),
     check_invariants=True,
 )
 LADDER = Ladder(decode=(4,), mixed=(32,), finish=(4,))

@@ -258,8 +258,15 @@ def test_500_mixed_steps_compile_nothing(runner, golden):
             length = int(rng.integers(1, 30))
             count = min(length, budget)
             live[req_id] = {"left": length - count, "blocks": [free.pop() for _ in range(8)], "age": 0}
-            kinds = ({}, {"top_k": 5}, {"min_tokens": 2, "top_p": 0.9}, {"logprobs": int(rng.integers(0, 4))})
-            params = SamplingParams(float(rng.integers(0, 2)), seed=serial, **kinds[rng.integers(0, 4)])
+            kinds = (
+                {},
+                {"top_k": 5},
+                {"min_tokens": 2, "top_p": 0.9},
+                {"logprobs": int(rng.integers(0, 4))},
+                {"repetition_penalty": 1.3, "logit_bias": {int(rng.integers(256)): 2.0}},
+                {"allowed_token_ids": [3, 4, 5], "return_sampling_mask": True},
+            )
+            params = SamplingParams(float(rng.integers(0, 2)), seed=serial, **kinds[rng.integers(len(kinds))])
             fresh.append(new(req_id, rng.integers(2, 250, length).tolist(), live[req_id]["blocks"], params))
             tokens[req_id], budget = count, budget - count
         return plan(tokens, fresh, finished_req_ids=set(finished))

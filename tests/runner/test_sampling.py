@@ -60,12 +60,12 @@ def test_a_row_forgets_the_stop_ids_of_its_last_owner(runner):
     held = generate("b", banned, 5, gone=["a"])
     row = runner.rows["b"]
     assert not set(held[:3]) & set(free)
-    assert sorted(set(host_view(runner.state.sampling.stop_ids)[row].tolist()) - {0}) == sorted(
+    assert sorted(set(host_view(runner.state.sampling.list_of("stop_ids"))[row].tolist()) - {0}) == sorted(
         t + 1 for t in set(free)
     )
     assert generate("c", greedy, 5, gone=["b"]) == free
     assert runner.rows["c"] == row
-    assert not host_view(runner.state.sampling.stop_ids)[row].any()
+    assert not host_view(runner.state.sampling.lists)[row].any()
 
 
 def test_a_batch_runs_in_the_lowest_tier_that_covers_it(runner):
@@ -81,6 +81,6 @@ def test_a_batch_runs_in_the_lowest_tier_that_covers_it(runner):
         del asked[req_id]
         run(runner, plan(dict.fromkeys(asked, 1), finished_req_ids=gone))
     used = {str(e.program): e.hits - before.get(str(e.program), 0) for e in runner.table.entries.values()}
-    assert [used[f"finish[4]/{tier}"] for tier in ("logprobs", "filtered", "random")] == [1, 1, 1]
+    assert [used[f"finish[4]/{tier}"] for tier in ("full", "filtered", "random")] == [1, 1, 1]
     assert used["decode[4x1]/greedy"] == 1
     assert used["begin decode[4x1]"] == 2

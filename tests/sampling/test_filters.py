@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import hypothesis.strategies as st
@@ -14,15 +13,16 @@ from hypothesis import given, settings
 
 from jaxrunner import SamplingParams
 from jaxrunner.sampling.min_p import min_p
-from jaxrunner.sampling.sampler import apply_filters, sample_tokens
+from jaxrunner.sampling.sampler import apply_filters
 from jaxrunner.sampling.temperature import scale
+from jaxrunner.sampling.threshold import first_past
 from jaxrunner.sampling.top_k import top_k
 from jaxrunner.sampling.top_p import integer_masses, top_p
-from tests.sampling.rows import sampling_state
+from tests.sampling.rows import compiled, sampling_state
 
 ROWS, VOCAB = 4, 13
 few = settings(max_examples=80, deadline=None)
-run = {tier: jax.jit(functools.partial(sample_tokens, tier=tier)) for tier in ("greedy", "random", "filtered")}
+run = {tier: compiled(tier) for tier in ("greedy", "random", "filtered")}
 ops = {
     op.__name__: jax.jit(lambda logits, x, op=op: op(scale(logits, jnp.ones(len(logits))), x))
     for op in (min_p, top_k, top_p)
@@ -250,3 +250,15 @@ def test_integer_masses_are_proportional_and_use_their_bits(spread, vocab):
     assert 2**28 <= masses.sum() <= 2**30 + vocab
     np.testing.assert_allclose(masses / masses.sum(), probabilities(row), rtol=1e-5, atol=2.0**-28)
     assert math.isclose(np.cumsum(np.sort(masses))[-1], masses.sum())
+
+
+@pytest.mark.parametrize("vocab", [1, 255, 256, 257, 1000])
+def test_the_place_where_a_limit_is_reached_is_that_of_a_prefix_sum(vocab):
+    """At the edges of chunks, with zeros between, and past the end."""
+    rng = np.random.default_rng(vocab)
+    weight = (rng.integers(1, 4, (6, vocab)) * (rng.random((6, vocab)) < 0.4)).astype(np.int32)
+    for limit in rng.integers(1, max(2, int(weight.sum(axis=1).max()) + 2), (8, 6)):
+        before = np.cumsum(weight, axis=1) - weight
+        places = np.asarray(jax.jit(first_past)(weight, jnp.asarray(limit, jnp.int32)))
+        for row, end in enumerate(places):
+            np.testing.assert_array_equal(np.arange(vocab) < end, before[row] < limit[row])

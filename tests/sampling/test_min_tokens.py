@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import pickle
@@ -13,17 +14,16 @@ import pytest
 
 import jaxrunner
 from jaxrunner import Bucket, DeviceRunner, SamplingParams, init_state
-from jaxrunner.errors import AdmissionError, CapacityError
+from jaxrunner.errors import AdmissionError, InvariantError
 from jaxrunner.sampling.min_tokens import mask_stop_ids
-from jaxrunner.sampling.sampler import sample_tokens
 from jaxrunner.state.admission import AdmitEntry, admit_layout, pack_admit
-from jaxrunner.state.records import check_stop_ids, masked_stop_ids
+from jaxrunner.state.request_lists import ListSizes, check_lists, masked_stop_ids
 from tests.conftest import GOLDEN, load_tiny
 from tests.runner.plans import CONFIG, LADDER, new, plan
-from tests.sampling.rows import sampling_state
+from tests.sampling.rows import compiled, sampling_state
 
 EOS = (2, 7)
-sample = jax.jit(functools.partial(sample_tokens, tier="filtered"))
+sample = compiled("constrained")
 
 
 def tokens_at(position, params, logits, prompt_len=5):
@@ -71,33 +71,27 @@ def test_unused_entries_mask_nothing():
     np.testing.assert_array_equal(masked, logits)
 
 
-def test_a_row_whose_every_id_is_masked_gives_an_id_in_range():
-    params = SamplingParams(temperature=1.0, min_tokens=2, stop_token_ids=(0, 1), ignore_eos=True)
-    assert 0 <= tokens_at(5, [params], [[1.0, 2.0]])[0] < 2
-
-
 def test_limits_are_checked_and_named():
     model, weights = load_tiny("llama")
     params = SamplingParams(min_tokens=1, stop_token_ids=range(10, 20))
-    check_stop_ids(params, EOS, vocab_size=100, max_stop_ids=12)
-    with pytest.raises(AdmissionError, match=r"mask 12 stop ids, a row holds 11.*max_stop_ids=12"):
-        check_stop_ids(params, EOS, vocab_size=100, max_stop_ids=11)
-    check_stop_ids(SamplingParams(stop_token_ids=range(50)), EOS, vocab_size=100, max_stop_ids=1)
+    check_lists(params, EOS, vocab_size=100, sizes=ListSizes(stop_ids=12))
+    with pytest.raises(AdmissionError, match=r"12 stop ids.*a row holds 11.*list_sizes=ListSizes\(stop_ids=12\)"):
+        check_lists(params, EOS, vocab_size=100, sizes=ListSizes(stop_ids=11))
+    check_lists(SamplingParams(stop_token_ids=range(50)), EOS, vocab_size=100, sizes=ListSizes(stop_ids=1))
     with pytest.raises(AdmissionError, match=r"150.*vocabulary 0\.\.99"):
-        check_stop_ids(SamplingParams(stop_token_ids=(150,)), EOS, vocab_size=100, max_stop_ids=9)
-    with pytest.raises(AdmissionError, match="max_stop_ids"):
-        init_state(model, max_requests=1, max_model_len=8, num_blocks=4, max_stop_ids=0)
-    small = CONFIG.__class__(**{**CONFIG.__dict__, "max_stop_ids": 2})
+        check_lists(SamplingParams(stop_token_ids=(150,)), EOS, vocab_size=100, sizes=ListSizes(stop_ids=9))
+    with pytest.raises(AdmissionError, match="stop_ids"):
+        ListSizes(stop_ids=0)
+    small = dataclasses.replace(CONFIG, list_sizes=ListSizes(stop_ids=2))
     runner = DeviceRunner(model, weights, small, ladder=LADDER)
     many = SamplingParams(min_tokens=1, stop_token_ids=(10, 11, 12), ignore_eos=True)
-    with pytest.raises(AdmissionError, match=r"request 'a'.*max_stop_ids=3"):
+    with pytest.raises(AdmissionError, match=r"request 'a'.*stop_ids=3"):
         runner.execute_model(plan({"a": 2}, [new("a", [5, 6], [1], many)]))
     with pytest.raises(AdmissionError, match=r"request 'a'.*256"):
         runner.execute_model(plan({"a": 2}, [new("a", [5, 6], [1], SamplingParams(stop_token_ids=(256,)))]))
     assert len(runner.rows) == 0
-    layout = admit_layout(4, 4, max_stop_ids=2)
-    with pytest.raises(CapacityError, match="3 stop ids"):
-        pack_admit(layout, [AdmitEntry(1, stop_ids=[1, 2, 3])])
+    with pytest.raises(InvariantError, match="without a record"):
+        pack_admit(admit_layout(4, 4, num_list_writes=2), [AdmitEntry(1, list_writes=np.ones((1, 2), np.int32))])
 
 
 def test_k058_by_hand_through_step():
@@ -113,10 +107,10 @@ def test_k058_by_hand_through_step():
             model, weights, state, packed, bucket=bucket, logits_fn=lambda x, _: x.at[:, 7].add(100.0)
         )
 
-    tokens, bucket = [], Bucket("mixed", 2, 2, 2, "filtered")
+    tokens, bucket = [], Bucket("mixed", 2, 2, 2, "constrained")
     for count in (2, 1, 1, 1):
         inputs = jaxrunner.plan(state, {row: count})
-        assert inputs.tier == "filtered"
+        assert inputs.tier == "constrained"
         state, output = step(state, inputs.pack(bucket), bucket)
         tokens.append(int(output.sampled_token_ids[0, 0]))
     assert not {2, 7} & set(tokens[:3])
@@ -134,5 +128,5 @@ def test_the_golden_with_min_tokens(smollm2_llm):
     (longer,) = smollm2_llm.generate([prompt], params)
     assert longer.outputs[0].token_ids == case["greedy"]
     assert longer.outputs[0].finish_reason == "stop"
-    with pytest.raises(AdmissionError, match="max_stop_ids"):
+    with pytest.raises(AdmissionError, match="stop_ids=100"):
         smollm2_llm.generate([prompt], SamplingParams(min_tokens=1, stop_token_ids=range(100)))

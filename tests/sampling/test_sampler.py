@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrunner import SamplingParams
-from jaxrunner.sampling.sampler import GREEDY_BELOW, sample_tokens
+from jaxrunner.sampling.sampler import GREEDY_BELOW
 from jaxrunner.state.fields import REQUEST_FIELDS, SAMPLING_COLUMN
 from jaxrunner.state.records import request_record
 from jaxrunner.state.sampling import SamplingState
 from tests.oracle import threefry
+from tests.sampling.rows import compiled
 
-run = {tier: jax.jit(functools.partial(sample_tokens, tier=tier)) for tier in ("greedy", "random")}
+run = {tier: compiled(tier) for tier in ("greedy", "random")}
 
 
 def params(temperatures, seeds=None):

@@ -174,3 +174,25 @@ def test_two_entries_may_not_write_one_table_cell():
 def test_two_entries_may_not_rewrite_one_row():
     with pytest.raises(InvariantError, match="same row"):
         pack_admit(admit_layout(8, 8), [release_entry(3), release_entry(3)])
+
+
+def test_list_words_equal_a_loop():
+    """Of several entries, with junk behind the last; an entry without a record may bring none."""
+    rng = np.random.default_rng(0)
+    layout = admit_layout(8, 8, num_list_writes=40)
+    state, width = garbage_state(), garbage_state().sampling.sizes.width
+    expected, entries = np.array(state.sampling.lists), []
+    for row, count in ((4, 0), (2, 17), (7, 23)):
+        words = np.stack([rng.permutation(width)[:count], rng.integers(-99, 99, count)], axis=1).astype(np.int32)
+        entries.append(AdmitEntry(row, record(), list_writes=words))
+        expected[row] = 0
+        expected[row, words[:, 0]] = words[:, 1]
+    packed = pack_admit(layout, [*entries, AdmitEntry(5)])
+    after = jax.jit(functools.partial(apply_admit, layout=layout))(state, packed)
+    np.testing.assert_array_equal(after.sampling.lists, expected)
+    fewer = pack_admit(layout, entries[:2]).copy()
+    layout.unpack(fewer)["list_writes"][17:] = (6, 1, 5)
+    after = jax.jit(functools.partial(apply_admit, layout=layout))(state, fewer)
+    np.testing.assert_array_equal(after.sampling.lists[6], state.sampling.lists[6])
+    with pytest.raises(CapacityError, match="list_writes"):
+        pack_admit(layout, [AdmitEntry(1, record(), list_writes=np.ones((41, 2), np.int32))])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxrunner
-from jaxrunner import init_state
+from jaxrunner import ListSizes, ThinkingTokens, init_state
 from jaxrunner.errors import CheckpointError, DonatedStateError
 from jaxrunner.models.safetensors_file import SafetensorsFile
 from jaxrunner.state.fields import RECORD_FIELDS
@@ -27,7 +27,14 @@ def scrambled(kv_cache_dtype="float32"):
     """(model, a state with random bits in every leaf): two groups, drafts, extras, NaNs of all kinds."""
     model, _ = harness.tiny("llama", (8, None, 8))
     state = init_state(
-        model, max_requests=3, max_model_len=32, num_blocks=(5, 7), kv_cache_dtype=kv_cache_dtype, num_draft_tokens=2
+        model,
+        max_requests=3,
+        max_model_len=32,
+        num_blocks=(5, 7),
+        kv_cache_dtype=kv_cache_dtype,
+        num_draft_tokens=2,
+        list_sizes=ListSizes(stop_ids=3, replay_tokens=2),
+        thinking=ThinkingTokens(start=(1, 2), end=(3,)),
     )
     state = state.replace(
         extras={"scalar": jnp.int8(0), "none": jnp.zeros((4, 0)), "x": jnp.zeros((4, 3), jnp.float16)}

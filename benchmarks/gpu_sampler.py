@@ -1,0 +1,245 @@
+"""The sampler on a GPU: each tier checked against the NumPy oracle, then timed, at one vocabulary and some batches.
+
+    python benchmarks/gpu_sampler.py [--output FILE] [--seconds 300] [--batch 256 64 8] [--vocab 128256]
+                                     [--history 4096] [--only TEXT]
+
+Logits are random bfloat16, about as wide as a language model's, widened to float32 as the step does. A row names what
+all requests of its batch ask for. It is first checked on some rows: the ids that a token was drawn from and the token
+itself are the oracle's. Then `us` is the device time of one call, all its kernels together (see `benchmarks.report`),
+and `temp_ratio` the bytes of its temporaries over those of the float32 logits. `adds` is what the op costs beside the
+row before it that lacks it. `peer` is vLLM 0.25.1 on the same GPU.
+Rows are written as they come; a row is void if anything was compiled while it was timed, or on a CPU, where the
+profiler sees no kernel; `--batch 2 --vocab 300 --history 32` tries everything there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import report  # noqa: E402
+from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier  # noqa: E402
+from jaxrunner.sampling.history import History  # noqa: E402
+from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs  # noqa: E402
+from jaxrunner.sampling.sampler import Sampled, sample_tokens  # noqa: E402
+from jaxrunner.sampling_params import SamplingParams  # noqa: E402
+from jaxrunner.state.fields import REQUEST_FIELDS  # noqa: E402
+from jaxrunner.state.records import request_record  # noqa: E402
+from jaxrunner.state.request_lists import DEFAULT_LIST_SIZES, list_writes  # noqa: E402
+from jaxrunner.state.sampling import SamplingState  # noqa: E402
+from tests.oracle import sampler as oracle  # noqa: E402
+from tests.oracle import threefry  # noqa: E402
+
+READ_BYTES_PER_US = 4.6e6
+"""The fastest read of an H200."""
+CALLS = 4
+"""Of one jit: each has logits of its own, so that none finds them in the L2 cache; 16 would fill the memory."""
+CHECKED_ROWS = 3
+MASS_SLACK = 1e-4
+"""Of top_p: masses are integers whose sum is about 2^29, each off by half a unit at most."""
+MARKS = {"start": (1,), "end": (2,), "forced_end": (2,)}
+PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2}
+FILTERS = {"top_k": 50, "top_p": 0.9}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """request: what every request asks for, by the names of `SamplingParams`. less: the case that `adds` compares with.
+    floor: passes over the float32 logits that cannot be spared. peer: us at batch 256. tier: if not the lowest.
+    """
+
+    name: str
+    request: dict[str, Any]
+    less: str | None = None
+    floor: float = 1.0
+    peer: float | None = None
+    tier: Tier | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(**self.request)
+
+    @property
+    def runs_in(self) -> Tier:
+        return self.tier or self.params.tier
+
+
+CASES = (
+    Case("greedy", {"temperature": 0.0}),
+    Case("temperature", {"temperature": 0.8}, "greedy"),
+    Case("temperature_min_p", {"temperature": 0.8, "min_p": 0.02}, "temperature"),
+    Case("temperature_top_k", {"temperature": 0.8, "top_k": 50}, "temperature", peer=255.0),
+    Case("temperature_top_p", {"temperature": 0.8, "top_p": 0.9}, "temperature", peer=254.0),
+    Case("temperature_top_k_top_p", {"temperature": 0.8, **FILTERS}, "temperature"),
+    Case("penalties", {"temperature": 0.0, **PENALTIES}, "greedy", 3.0, peer=139.0),
+    Case(
+        "temperature_top_k_top_p_penalties",
+        {"temperature": 0.8, **FILTERS, **PENALTIES},
+        "temperature_top_k_top_p",
+        3.0,
+        peer=650.0,
+    ),
+    Case(
+        "everything",
+        {
+            "temperature": 0.8,
+            "min_tokens": 10**6,
+            "max_tokens": None,
+            "stop_token_ids": (3, 5),
+            "logit_bias": {7: 1.5, 11: -3.0},
+            "bad_words_token_ids": [[13], [17, 19]],
+            **FILTERS,
+            **PENALTIES,
+        },
+        "temperature_top_k_top_p_penalties",
+        3.0,
+    ),
+    Case("greedy/in_constrained", {"temperature": 0.0}, "greedy", tier="constrained"),
+    Case("greedy/in_full", {"temperature": 0.0}, "greedy", tier="full"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """CALLS batches of logits, and one batch of requests."""
+
+    logits: list[jax.Array]
+    params: SamplingState
+    position: jax.Array
+    history: History
+    tokens: np.ndarray
+    prompt_len: np.ndarray
+
+
+def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
+    rng = np.random.default_rng(0)
+    keys = jax.random.split(jax.random.key(0), CALLS)
+    logits = [jax.jit(lambda k: jax.random.normal(k, (batch, vocab), jnp.bfloat16) * 3)(key) for key in keys]
+    prompt_len = rng.integers(1, width // 2, batch)
+    length = rng.integers(width // 2, width, batch)
+    records, lists = [], np.zeros((batch, DEFAULT_LIST_SIZES.width), np.int32)
+    writes = list_writes(case.params, (), DEFAULT_LIST_SIZES)
+    for row in range(batch):
+        size = int(prompt_len[row])
+        record = request_record(
+            prompt_len=size, prefill_len=size, num_computed_tokens=0, params=case.params, seed=row * (2**32 + 1)
+        )
+        records.append(record[len(REQUEST_FIELDS) :])
+        lists[row, writes[:, 0]] = writes[:, 1]
+    tokens = np.minimum(rng.zipf(1.3, (batch, width)), vocab) - 1
+    return Inputs(
+        logits,
+        SamplingState(jnp.asarray(np.stack(records)), jnp.asarray(lists)),
+        jnp.asarray(length, jnp.int32),
+        History(jnp.asarray(tokens, jnp.int32), jnp.arange(batch), jnp.asarray(prompt_len, jnp.int32)),
+        tokens,
+        prompt_len,
+    )
+
+
+def sampler(case: Case, logits: jax.Array, params, position, history) -> tuple[Sampled, TokenLogprobs | None]:
+    """What a step does with bfloat16 logits."""
+    wide = logits.astype(jnp.float32)
+    sampled = sample_tokens(wide, params, position, tier=case.runs_in, history=history)
+    has_logprobs = Feature.LOGPROBS in TIER_FEATURES[case.runs_in]
+    return sampled, token_logprobs(wide, sampled.token_ids) if has_logprobs else None
+
+
+def check(case: Case, inputs: Inputs) -> str | None:
+    """What is wrong with the first rows, None if nothing."""
+    count = min(CHECKED_ROWS, len(inputs.tokens))
+    rows = slice(0, count)
+    few = inputs.history._replace(rows=inputs.history.rows[rows], prompt_len=inputs.history.prompt_len[rows])
+    run = jax.jit(functools.partial(sampler, dataclasses.replace(case, tier="full")))
+    arguments = inputs.logits[0][rows], inputs.params.take(jnp.arange(count)), inputs.position[rows], few
+    masks = np.unpackbits(np.asarray(run(*arguments)[0].sampling_mask).view(np.uint8), axis=1, bitorder="little")
+    own = jax.jit(functools.partial(sampler, case))(*arguments)[0].token_ids
+    for row, token in enumerate(np.asarray(own)):
+        logits = np.asarray(inputs.logits[0][row], np.float64)
+        length = int(inputs.position[row])
+        known, prompt_len = inputs.tokens[row, :length].tolist(), int(inputs.prompt_len[row])
+        stop_ids = list(case.request.get("stop_token_ids", ()))
+        wanted = oracle.constrained(logits, case.request, known, prompt_len, stop_ids=stop_ids, marks=MARKS)
+        least, most = (oracle.kept(wanted, case.request, slack=slack) for slack in (-MASS_SLACK, MASS_SLACK))
+        mask = set(np.flatnonzero(masks[row]).tolist())
+        if not least <= mask <= most:
+            return f"row {row}: {len(mask)} ids are left, of the oracle's {len(least)} to {len(most)}"
+        scores = np.where(np.isin(np.arange(len(wanted)), list(mask)), wanted, -np.inf)
+        if not case.params.is_greedy:
+            noise = threefry.gumbel(threefry.row_key(row * (2**32 + 1), length), len(wanted))
+            scores = scores / case.params.temperature + noise
+        if scores.max() - scores[token] > 1e-3:
+            return f"row {row}: token {token} scores {scores[token]}, the oracle's best {scores.max()}"
+    return None
+
+
+def measure(case: Case, batch: int, vocab: int, width: int, times: dict[str, float]) -> report.Row:
+    prefix = f"sampler/b{batch}/v{vocab}/"
+    pass_us = batch * vocab * 4 / READ_BYTES_PER_US
+    row: report.Row = {"name": prefix + case.name, "value": None, "unit": "us", "floor": round(case.floor * pass_us, 1)}
+    row |= {"tier": case.runs_in, "history": width}
+    if case.peer is not None and (batch, vocab) == (256, 128_256):
+        row["peer"] = case.peer
+
+    def run() -> report.Row:
+        inputs = build(case, batch, vocab, width)
+        if wrong := check(case, inputs):
+            return row | {"error": wrong}
+        arguments = (inputs.logits, inputs.params, inputs.position, inputs.history)
+
+        @jax.jit
+        def calls(logits, params, position, history):
+            outputs = []
+            for each in logits:
+                if outputs:
+                    each, outputs[-1] = jax.lax.optimization_barrier((each, outputs[-1]))
+                outputs.append(sampler(case, each, params, position, history))
+            return outputs
+
+        one = jax.jit(functools.partial(sampler, case)).lower(inputs.logits[0], *arguments[1:]).compile()
+        temporary = one.memory_analysis().temp_size_in_bytes
+        row["temp_ratio"] = round(temporary / (batch * vocab * 4), 2)
+        report.timed(row, calls, arguments, calls=CALLS, wall_runs=10)
+        if "void" in row:
+            return row
+        times[prefix + case.name] = row["us"]
+        if case.less and prefix + case.less in times:
+            row["adds"] = round(row["us"] - times[prefix + case.less], 1)
+        return row | {"value": row["us"]}
+
+    return report.guarded(row, run)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_sampler.json")
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--batch", type=int, nargs="+", default=[256, 64, 8])
+    parser.add_argument("--vocab", type=int, default=128_256)
+    parser.add_argument("--history", type=int, default=4096)
+    parser.add_argument("--only", default="", help="only rows whose name contains this")
+    options = parser.parse_args()
+    conditions = report.conditions(**(report.KERNEL_TIMING | {"calls_per_jit": CALLS}))
+    result = report.Report(options.output, conditions, seconds=options.seconds)
+    times: dict[str, float] = {}
+    for batch in options.batch:
+        for case in CASES:
+            if options.only in f"sampler/b{batch}/v{options.vocab}/{case.name}" and result.left:
+                result.add(measure(case, batch, options.vocab, options.history, times))
+                report.show(result.rows[-1:], leave_out=("kernels",))
+    return 1 if any("error" in row for row in result.rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

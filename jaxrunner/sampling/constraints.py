@@ -1,0 +1,42 @@
+"""All that changes a request's logits before its temperature, in the order of vLLM V2."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jaxrunner.sampling.allowed_ids import keep_allowed
+from jaxrunner.sampling.bad_words import mask_bad_words
+from jaxrunner.sampling.history import History
+from jaxrunner.sampling.logit_bias import add_bias
+from jaxrunner.sampling.min_tokens import mask_stop_ids
+from jaxrunner.sampling.penalties import apply_penalties
+from jaxrunner.sampling.thinking import end_thinking
+from jaxrunner.state.sampling import SamplingState
+
+
+def constrain(
+    logits: Float32[Array, "B V"], params: SamplingState, position: Int32[Array, "B"], history: History
+) -> Float32[Array, "B V"]:
+    """logits after every constraint of each row; what a row does not ask for leaves it bit for bit.
+
+    params: the rows' parameters in batch order. position: index the new token will have in its request.
+    """
+    logits = keep_allowed(logits, params.list_of("allowed_ids"))
+    bias = lax.bitcast_convert_type(params.list_of("bias_values"), jnp.float32)
+    logits = add_bias(logits, params.list_of("bias_ids"), bias)
+    logits = mask_stop_ids(logits, params.list_of("stop_ids"), params.min_len, position)
+    logits = apply_penalties(
+        logits, history, position, params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    )
+    words, place = params.list_of("bad_word_ids"), params.list_of("bad_word_place")
+    logits = mask_bad_words(logits, history, position, words, place)
+    if params.thinking is not None:
+        logits = end_thinking(logits, history, position, params.thinking_budget, params.thinking)
+    return logits
+
+
+def has_no_id(logits: Float32[Array, "B V"]) -> Bool[Array, "B"]:
+    """Rows in which every id is forbidden. A row with a NaN is damaged, which is another matter."""
+    return (logits == -jnp.inf).all(axis=-1)
