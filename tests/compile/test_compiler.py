@@ -123,7 +123,7 @@ def test_largest_programs_of_each_kind_come_first():
     assert sorted(map(str, order)) == sorted(map(str, programs_of(ladder).all()))
     needed = {"begin mixed[t16/r2]", "admit[64]", "finish[2]/greedy", "decode[2x1]/greedy"}
     assert set(map(str, order[:4])) == needed
-    assert {str(p) for p in order[:8]} == needed | {
+    assert {str(p) for p in order[:9]} == needed | {
         "begin decode[2x1]",
-        *(f"finish[2]/{tier}" for tier in ("random", "filtered", "logprobs")),
+        *(f"finish[2]/{tier}" for tier in ("random", "filtered", "constrained", "full")),
     }
