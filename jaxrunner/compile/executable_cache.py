@@ -191,6 +191,8 @@ def _to_bytes(compiled: jax.stages.Compiled) -> bytes:
 
 def _from_bytes(payload: bytes) -> jax.stages.Compiled:
     """Only for bytes whose signature has been verified: this runs what is in them."""
+    if target_device().platform == "gpu":
+        import jaxrunner.pallas.compat  # noqa: F401 - Mosaic's import tells XLA where the runtime of its kernels is
     serialized, inputs, outputs = pickle.loads(payload)
     trees = jax.tree.structure(inputs), jax.tree.structure(outputs)
     return serialize_executable.deserialize_and_load(serialized, *trees, execution_devices=[target_device()])

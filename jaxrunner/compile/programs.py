@@ -47,6 +47,10 @@ class Program:
         return f"{self.kind}[{self.size}]" + (f"/{self.tier}" if self.kind == "finish" else "")
 
 
+FIRST_TOKEN_PROGRAMS = 4
+"""So many of `ProgramSet.by_urgency`, the first ones, serve any greedy request: prefill, admission, draw, decode."""
+
+
 class ProgramSet:
     """All programs of one ladder over one model and state. Holds shapes, no arrays.
 

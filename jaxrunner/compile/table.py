@@ -13,7 +13,7 @@ import numpy as np
 from jaxrunner.compile.compiler import Compiler
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.executable_cache import ExecutableCache
-from jaxrunner.compile.programs import Program, ProgramSet
+from jaxrunner.compile.programs import FIRST_TOKEN_PROGRAMS, Program, ProgramSet
 from jaxrunner.compile.progress import Report, reporting
 from jaxrunner.compile.warm_up import WarmUp
 from jaxrunner.errors import BucketMissError
@@ -81,9 +81,10 @@ class BucketTable:
         if background:
             if progress is True:
                 raise ValueError("a warm-up in the background shows no bar; give a function as progress")
-            order = {program: i for i, program in enumerate(self.programs.by_urgency())}
+            urgent = self.programs.by_urgency()
+            order = {program: i for i, program in enumerate(urgent)}
             options: dict[str, Any] = {} if progress is False else {"report": progress}
-            options |= {"threads": threads, "processes": processes}
+            options |= {"threads": threads, "processes": processes, "head": urgent[:FIRST_TOKEN_PROGRAMS]}
             todo.sort(key=order.__getitem__)
             self._background = WarmUp(self.compiler, todo, self.entries, **options)
             self._background.start()

@@ -25,7 +25,9 @@ logger = logging.getLogger("jaxrunner")
 
 
 class WarmUp:
-    """programs: in the order in which they are wanted. entries: where each executable is put as soon as it is there.
+    """programs: in the order in which they are wanted. head: those without which no request can be served; nothing else
+    is begun before they are there, unless somebody waits for it: with all cores at work each would take several times
+    as long. entries: where each executable is put as soon as it is there.
     threads: that compile, one a core by default. processes: that lower beside this one, see `default_processes`.
 
     `run` does it all and raises the first error. `start` does it in a thread of its own; `wait_for` then moves a
@@ -38,6 +40,7 @@ class WarmUp:
         programs: Iterable[Program],
         entries: dict[Program, Entry],
         *,
+        head: Iterable[Program] = (),
         threads: int | None = None,
         processes: int | None = None,
         report: Report = lambda done, total, name: None,
@@ -48,6 +51,7 @@ class WarmUp:
         self._threads = threads or os.cpu_count() or 1
         self._report = report
         self._futures: dict[Program, Future[Entry]] = {program: Future() for program in programs}
+        self._head = [program for program in head if program in self._futures]
         self._to_lower: list[Program] = []
         self._begun: set[Program] = set()
         self._urgent: list[Program] = []
@@ -96,6 +100,7 @@ class WarmUp:
         with self._changed:
             if not self._begun.intersection(wanted):
                 self._urgent.append(program)
+                self._changed.notify_all()
         done, _ = concurrent.futures.wait([self._futures[p] for p in wanted], return_when="FIRST_COMPLETED")
         return next(self._futures[p] for p in wanted if self._futures[p] in done).result()
 
@@ -128,19 +133,23 @@ class WarmUp:
         """The next program to lower. Waits while loads may still fail and add one, and while enough programs wait for a
         thread that compiles: one that somebody waits for is not to stand in a long line."""
         with self._changed:
-            self._changed.wait_for(lambda: self.error or self._has_room or not self._may_come)
-            if self.error is not None or not self._to_lower or not threading.main_thread().is_alive():
+            self._changed.wait_for(lambda: self.error or self._candidate(helps) or not self._may_come)
+            program = self._candidate(helps)
+            if self.error is not None or program is None or not threading.main_thread().is_alive():
                 return None
             self._num_compiling += 1
             self._num_helped += helps
-            program = next((p for p in self._urgent if p in self._to_lower), self._to_lower[0])
             self._to_lower.remove(program)
             self._begun.add(program)
             return program
 
-    @property
-    def _has_room(self) -> bool:
-        return bool(self._to_lower) and self._num_compiling <= self._threads
+    def _candidate(self, helps: bool) -> Program | None:
+        """What may be lowered now. A process that helps begins after the head, which would wait for it to start."""
+        missing = [program for program in self._head if not self._futures[program].done()]
+        if self._num_compiling > self._threads or (helps and missing):
+            return None
+        wanted = (*self._urgent, *(missing or self._to_lower))
+        return next((program for program in wanted if program in self._to_lower), None)
 
     @property
     def _may_come(self) -> bool:

@@ -7,13 +7,14 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import pytest
 
 from jaxrunner import BucketTable, Ladder, init_state
 from jaxrunner.compile.entry import Entry
-from jaxrunner.compile.programs import Program, ProgramSet
+from jaxrunner.compile.programs import FIRST_TOKEN_PROGRAMS, Program, ProgramSet
 from jaxrunner.state.block_moves import MOVES_PER_CALL
 from tests.conftest import load_tiny
 
@@ -87,6 +88,19 @@ def test_a_program_that_nothing_can_replace_is_made_next(table):
     assert table.get(last).program == last
     table.join()
     assert table.compiler.lowered[:2] == [first, last]
+
+
+def test_nothing_is_begun_beside_what_a_first_token_needs(table):
+    *head, _ = urgent = table.programs.by_urgency()[:FIRST_TOKEN_PROGRAMS]
+    table.compiler.held = (urgent[-1],)
+    table.warm_up(background=True, threads=8)
+    assert table.compiler.begun.wait(60)
+    time.sleep(0.2)
+    assert table.compiler.lowered == urgent
+    assert set(table.entries) == set(head)
+    table.compiler.go.set()
+    table.join()
+    assert set(table.entries) == set(table.programs.all())
 
 
 def test_a_larger_one_in_work_is_waited_for_before_the_exact_one(table):
