@@ -18,7 +18,8 @@ from jaxrunner.stages.inputs import StepInput
 
 MAX_EXECUTABLES = 40
 """What a default ladder compiles at most."""
-ADMITS_AND_MOVES = 4
+OTHER_PROGRAMS = 5
+"""Three to admit, one for moves, one for log-probabilities of prompts."""
 ALL_RUNGS_REQS = 64
 """Most requests for which tiers with constraints have a second half for a single one of them."""
 FUSED_REQS = 256
@@ -71,7 +72,7 @@ class Ladder:
         constrained = finish if max_num_seqs <= ALL_RUNGS_REQS else finish[1:]
         fused = sum(n <= FUSED_REQS for n in decode)
         finishes = sum(len(constrained if _has_constraints(tier) else finish) for tier in TIERS)
-        others = len(decode) + fused + finishes + ADMITS_AND_MOVES
+        others = len(decode) + fused + finishes + OTHER_PROGRAMS
         mixed = halves(tokens, max(16, tokens // 128), max(3, MAX_EXECUTABLES - others))
         return cls(decode, mixed, finish, finish_constrained=constrained)
 
@@ -88,7 +89,7 @@ class Ladder:
             raise CapacityError("a step without tokens has no bucket; apply its admissions and releases alone")
         if inputs.num_reqs > self.max_num_reqs:
             raise CapacityError(f"{inputs.num_reqs} requests; this ladder ends at {self.max_num_reqs}")
-        if inputs.uniform_query_len == self.query_len:
+        if inputs.uniform_query_len == self.query_len and not inputs.keeps_tokens:
             return self.decode_bucket(_at_least(self.decode, inputs.num_reqs), inputs.tier)
         if inputs.num_tokens > self.max_num_tokens:
             raise CapacityError(f"{inputs.num_tokens} tokens; this ladder ends at {self.max_num_tokens}: run a chunk")
