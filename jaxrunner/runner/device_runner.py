@@ -155,7 +155,7 @@ class DeviceRunner:
             groups=self.groups,
             block_writes=block_writes,
             tier=self._host.tier_of(rows),
-            keeps_tokens=self._prompt_tokens(rows, counts) is not None,
+            keeps_tokens=(asked := self._prompt_tokens(rows, counts)) is not None and len(asked.tokens) > 0,
         )
         return req_ids, inputs
 
@@ -174,24 +174,27 @@ class DeviceRunner:
         self.state, result = self.table.call(entry, self.weights, self.state, upload)
         fused = entry.program.kind == "step"
         rows = inputs.idx_mapping
-        prompt = self._prompt_tokens(rows, inputs.num_scheduled_tokens) if inputs.keeps_tokens else None
+        prompt = self._prompt_tokens(rows, inputs.num_scheduled_tokens)
         self._host.advance(inputs.idx_mapping, inputs.num_scheduled_tokens)
         asked = Asked(self._host.num_logprobs[rows], self._host.num_listed[rows], self._host.wants_mask(rows))
         return Parked(req_ids, inputs.tier, result if fused else None, None if fused else result, asked, prompt)
 
     def _prompt_tokens(self, rows: np.ndarray, counts: np.ndarray) -> AskedTokens | None:
+        if not len(self._prompts):
+            return None
         return asked_tokens(rows, counts, self._host.computed[rows], self._host.num_prompt_scores[rows])
 
     def _score_prompts(self, parked: Parked, tokens: AskedTokens) -> Asked:
         """Launch the scoring of a step's prompt tokens, as many calls as they need."""
-        program = self.table.programs.prompt_logprobs
-        entry, layout, found = self.table.get(program), prompt_layout(program.size), []
+        program, found = self.table.programs.prompt_logprobs, []
+        layout = prompt_layout(program.size)
         for start in range(0, len(tokens.tokens), program.size):
             part = slice(start, start + program.size)
             values = {"tokens": tokens.tokens[part], "rows": tokens.rows[part], "positions": tokens.positions[part]}
-            self.state, scores = self.table.call(entry, self.weights, self.state, parked.pending, layout.pack(values))
+            entry, upload = self.table.get(program), layout.pack(values)
+            self.state, scores = self.table.call(entry, self.weights, self.state, parked.pending, upload)
             found.append(scores)
-        piece = Piece(found, len(tokens.tokens), *self._prompts.most(parked.req_ids, tokens))
+        piece = Piece(found, len(tokens.tokens), *self._prompts.most(parked.req_ids, tokens)) if found else None
         return parked.asked._replace(piece=piece, prompts=tuple(self._prompts.take(parked.req_ids, tokens, piece)))
 
     def _apply_admissions(self, entries: list[AdmitEntry]) -> None:

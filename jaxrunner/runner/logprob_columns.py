@@ -38,10 +38,11 @@ def start_copy(found: TokenLogprobs, num_best: int, num_listed: int) -> Found:
     return kept
 
 
-def columns(found: Found, num_best: np.ndarray, num_listed: np.ndarray) -> LogprobsLists:
+def columns(found: Found, num_best: np.ndarray, num_listed: np.ndarray, has_token: np.ndarray) -> LogprobsLists:
     """The chosen id, the best ids and the listed ids of each row, as many as it asks for.
 
     found: as NumPy arrays, B rows or more. num_best: i32[B], NO_LOGPROBS for a row without any. num_listed: i32[B].
+    has_token: bool[B], rows that have a chosen id; the others show nothing.
     """
     count, have = len(num_best), found.logprobs.shape[1]
     ids, values = found.logprob_token_ids[:count], found.logprobs[:count]
@@ -57,11 +58,12 @@ def columns(found: Found, num_best: np.ndarray, num_listed: np.ndarray) -> Logpr
     # Listed ids stand behind the last best id that the device found; they move up to the last one that was asked for.
     source = np.where(place <= asked[:, None], place, place - asked[:, None] - 1 + have)
     source = np.minimum(source, ids.shape[1] - 1)
-    shown = place < width[:, None]
+    has_any = has_token & (asked > NO_LOGPROBS)
+    shown = (place < width[:, None]) & has_any[:, None]
     return LogprobsLists(
         np.where(shown, np.take_along_axis(ids, source, axis=1), NO_ID),
         np.where(shown, np.take_along_axis(values, source, axis=1), np.float32(-np.inf)),
-        np.where(asked > NO_LOGPROBS, found.sampled_token_ranks[:count], 0),
+        np.where(has_any, found.sampled_token_ranks[:count], 0),
     )
 
 

@@ -107,7 +107,7 @@ class AsyncOutput:
         if self._device_logprobs is None:
             return None
         found = jax.tree.map(np.asarray, self._device_logprobs)
-        return columns(found, np.where(has_token, self._asked.num_logprobs, NO_LOGPROBS), self._asked.num_listed)
+        return columns(found, self._asked.num_logprobs, self._asked.num_listed, has_token)
 
     def _num_nans(self) -> dict[str, int] | None:
         if self._device_nans is None:

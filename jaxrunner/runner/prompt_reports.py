@@ -23,7 +23,8 @@ class AskedTokens(NamedTuple):
     """The tokens of one step whose numbers are asked for, in batch order. N tokens.
 
     tokens, rows, positions: i32[N], see `jaxrunner.stages.prompt_logprobs`. owner: i32[N], place of the request in the
-    batch. completes: bool[B], requests whose last such token this is.
+    batch. completes: bool[B], requests that ask and whose prompt is complete with this step; its last token has no
+    successor in the prompt, so there may be no token of theirs.
     """
 
     tokens: np.ndarray
@@ -35,14 +36,14 @@ class AskedTokens(NamedTuple):
 
 def asked_tokens(rows: np.ndarray, counts: np.ndarray, computed: np.ndarray, asked: np.ndarray) -> AskedTokens | None:
     """rows, counts: of the batch. computed: tokens of each request before the step. asked: how many of its first tokens
-    have their successor scored, prompt_len - 1 or 0. None if the step has none of them."""
+    have their successor scored, prompt_len - 1 or 0. None if the step has none of them and completes no prompt."""
     numbers = np.clip(asked - computed, 0, counts)
-    if not numbers.any():
+    completes = (asked > 0) & (computed <= asked) & (computed + counts > asked)
+    if not (numbers.any() or completes.any()):
         return None
     owner = np.repeat(np.arange(len(rows), dtype=np.int32), numbers)
     offset = np.arange(len(owner), dtype=np.int32) - np.repeat(np.cumsum(numbers) - numbers, numbers)
     starts = np.cumsum(counts) - counts
-    completes = (numbers > 0) & (computed + numbers == asked)
     return AskedTokens(starts[owner] + offset, rows[owner], computed[owner] + offset + 1, owner, completes)
 
 
@@ -86,7 +87,8 @@ class PromptReport:
         if self.num_best is None:
             return None, listed
         count = np.full(len(whole.logprobs), self.num_best)
-        return columns(whole._replace(listed_ids=None, listed_logprobs=None), count, np.zeros_like(count)), listed
+        found = whole._replace(listed_ids=None, listed_logprobs=None)
+        return columns(found, count, np.zeros_like(count), np.ones(len(count), bool)), listed
 
 
 class PromptReports:
@@ -94,6 +96,9 @@ class PromptReports:
 
     def __init__(self) -> None:
         self._of: dict[str, PromptReport] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
 
     def add(self, req_id: str, report: PromptReport) -> None:
         """Begin, also for an id that has begun before."""
@@ -108,13 +113,10 @@ class PromptReports:
         reports = [self._of[req_ids[i]] for i in np.unique(asked.owner).tolist()]
         return max(r.num_best or 0 for r in reports), max(r.num_listed or 0 for r in reports)
 
-    def take(self, req_ids: list[str], asked: AskedTokens, piece: Piece) -> list[tuple[str, PromptReport]]:
+    def take(self, req_ids: list[str], asked: AskedTokens, piece: Piece | None) -> list[tuple[str, PromptReport]]:
         """Note a step's piece with its requests; returns those that are complete with it."""
-        done = []
         for i in np.unique(asked.owner).tolist():
-            report = self._of[req_ids[i]]
+            assert piece is not None
             first, end = np.searchsorted(asked.owner, [i, i + 1]).tolist()
-            report.parts.append((piece, slice(first, end)))
-            if asked.completes[i]:
-                done.append((req_ids[i], self._of.pop(req_ids[i])))
-        return done
+            self._of[req_ids[i]].parts.append((piece, slice(first, end)))
+        return [(req_ids[i], self._of.pop(req_ids[i])) for i in np.flatnonzero(asked.completes).tolist()]

@@ -23,8 +23,7 @@ def best_ids(scores: Float32[Array, "B V"], count: int) -> Int32[Array, "B N"]:
     for size in CHUNKS:
         if scores.shape[1] > count * size:
             scores, ids = _best_chunks(scores, ids, count, size)
-    rank = _ranks(scores)
-    return jnp.stack([jnp.sum(jnp.where(rank == place, ids, 0), axis=1) for place in range(count)], axis=1)
+    return _by_place(ids, _ranks(scores), count)
 
 
 def _best_chunks(
@@ -39,10 +38,15 @@ def _best_chunks(
     is_best = _ranks(jnp.max(scores, axis=2)) < count
     chunk = jnp.arange(scores.shape[1], dtype=jnp.int32)
     place = jnp.sum(is_best[:, None, :] & (chunk < chunk[:, None]), axis=2, dtype=jnp.int32)
-    wanted = is_best[:, None, :] & (place[:, None, :] == jnp.arange(count, dtype=jnp.int32)[:, None])
-    chosen = jnp.sum(jnp.where(wanted, chunk, 0), axis=2, dtype=jnp.int32)[:, :, None]
-    kept = (jnp.take_along_axis(array, chosen, axis=1).reshape(rows, -1) for array in (scores, ids))
+    chosen = _by_place(jnp.broadcast_to(chunk, place.shape), jnp.where(is_best, place, count), count)[:, :, None]
+    kept = (jnp.take_along_axis(array, chosen, axis=1, mode="clip").reshape(rows, -1) for array in (scores, ids))
     return next(kept), next(kept)
+
+
+def _by_place(values: Int32[Array, "B W"], place: Int32[Array, "B W"], count: int) -> Int32[Array, "B N"]:
+    """The values at places 0 to count - 1, each of which one entry of a row has."""
+    wanted = place[:, None, :] == jnp.arange(count, dtype=jnp.int32)[:, None]
+    return jnp.sum(jnp.where(wanted, values[:, None, :], 0), axis=2, dtype=jnp.int32)
 
 
 def _ranks(scores: Float32[Array, "B W"]) -> Int32[Array, "B W"]:

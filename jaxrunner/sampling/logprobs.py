@@ -44,10 +44,10 @@ def token_logprobs(
     vocab_size = logits.shape[1]
     best = best_ids(logits, min(reports.num_best, vocab_size))
     ids = jnp.concatenate([chosen[:, None], best], axis=1)
-    values = jnp.take_along_axis(logits, ids, axis=1)
+    values = jnp.take_along_axis(logits, ids, axis=1, mode="clip")
     rank = jnp.sum(logits >= values[:, :1], axis=1, dtype=jnp.int32)
     named = jnp.clip(listed - 1, 0, vocab_size - 1)
-    of_listed = jnp.take_along_axis(logits, named, axis=1)
+    of_listed = jnp.take_along_axis(logits, named, axis=1, mode="clip")
     every = logits
     if not reports.is_logits:
         # Subtracted one after the other: their sum would be rounded to a float of the size of the largest logit.

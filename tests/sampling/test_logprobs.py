@@ -14,11 +14,9 @@ import pytest
 from jaxrunner import SamplingParams
 from jaxrunner.contract import LogprobsLists
 from jaxrunner.engine.logprobs import token_logprobs as entry_of
-from jaxrunner.runner.logprob_columns import Found, columns
 from jaxrunner.runner.output import Asked, AsyncOutput
 from jaxrunner.sampling.logprobs import token_logprobs
 from jaxrunner.stages.sample import StepOutput
-from jaxrunner.sampling.sampler import sample_tokens
 from jaxrunner.state.reports import DEFAULT_REPORTS, Reports
 from tests.conftest import GOLDEN
 
