@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts behind a runner: any chunks, any company, evictions. The oracle: transformers' logits."""
+"""Log-probabilities of prompts behind a runner: any chunks, any company, evictions; against transformers."""
 
 from __future__ import annotations
 

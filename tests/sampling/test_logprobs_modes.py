@@ -1,4 +1,4 @@
-"""Modes of log-probabilities: each against its definition in NumPy, on rows with constraints and filters of every kind."""
+"""Modes of log-probabilities, each against its definition in NumPy, on rows with constraints and filters."""
 
 from __future__ import annotations
 
