@@ -22,6 +22,7 @@ from jaxrunner.state.block_tables import NULL_BLOCK
 from jaxrunner.state.block_writes import no_block_writes
 from jaxrunner.state.fields import REQUEST_COLUMN
 from jaxrunner.state.records import check_token_ids, request_record
+from jaxrunner.state.reports import check_reports
 from jaxrunner.state.request_lists import check_lists, list_writes
 from jaxrunner.state.requests import PARKING_ROW
 from jaxrunner.state.runner_state import RunnerState, host_view
@@ -63,6 +64,12 @@ def admit(
             has_thinking=state.sampling.thinking is not None,
             where=f"row {row}",
         )
+        check_reports(request, state.sampling.reports, where=f"row {row}")
+        if request.scores_prompt:
+            raise AdmissionError(
+                f"row {row}: prompt_logprobs come from a runner; by hand, keep the hidden states of the prompt's steps "
+                "(return_hidden=True) and call jaxrunner.stages.prompt_logprobs.prompt_logprobs with them"
+            )
         record = request_record(
             prompt_len=len(ids), prefill_len=len(ids), num_computed_tokens=0, params=request, seed=row
         )

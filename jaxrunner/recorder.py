@@ -239,14 +239,15 @@ class _Player:
         fields = {name: _tuples(value) for name, value in line["program"].items()}
         bucket = fields.pop("bucket")
         program = Program(bucket=Bucket(**bucket) if bucket else None, **fields)
-        known = {"weights": self.weights, "state": self.state, "pending": self.pending, "none": None}
+        pending = self.pending and (self.pending if program.kind == "prompt" else self.pending.last_tokens)
+        known = {"weights": self.weights, "state": self.state, "pending": pending, "none": None}
         args = [known[a] if isinstance(a, str) else _array(a) for a in line["args"]]
         result = self.table.call(self.table.get(program), *args)
         self.state, output = (result, None) if isinstance(result, RunnerState) else result
         self.calls += 1
         if isinstance(output, StepOutput):
             self.results[line["call"]] = output
-        else:
+        elif isinstance(output, Pending):
             self.pending = output
 
     def _compare_output(self, line: dict[str, Any], output: StepOutput) -> None:

@@ -124,6 +124,11 @@ COVERED: dict[int, tuple[str, ...]] = {
     64: ("sampling/test_logprobs.py::test_k064_a_sampled_id_is_listed_once_and_keeps_its_rank",),
     65: ("sampling/test_logprobs.py::test_k065_zero_gives_the_sampled_token_alone_and_none_gives_nothing",),
     66: ("sampling/test_logprobs.py::test_k066_logarithms_not_probabilities",),
+    67: ("engine/test_prompt_logprobs.py::test_k067_a_cached_prompt_is_scored_like_a_new_one",),
+    68: (
+        "runner/test_prompt_logprobs.py::test_k068_a_prompt_that_is_evicted_between_chunks_is_scored_whole",
+        "engine/test_prompt_logprobs.py::test_k068_preemption_at_any_time_changes_no_score",
+    ),
     # Results that arrive late
     84: ("state/test_host_arrays.py::test_k084_inputs_may_be_overwritten_while_the_step_runs",),
     85: (f"{RUNNER}::test_asynchronous_outputs_may_be_read_late",),
@@ -178,7 +183,7 @@ COVERED: dict[int, tuple[str, ...]] = {
         "ladder/test_rules.py::test_k115_drafts_do_not_make_vllms_list_grow_without_bound",
     ),
     116: (NO_COMPILE, PROPERTIES),
-    117: (NO_COMPILE,),
+    117: (NO_COMPILE, "runner/test_reports.py::test_k117_no_mode_compiles_after_warm_up"),
     119: (NO_COMPILE, "test_scoring.py::test_one_call_compiles_the_step_once"),
     # JAX and Pallas
     120: (
@@ -208,7 +213,6 @@ NOT_BUILT: dict[str, tuple[int, ...]] = {
     "groups with block sizes of their own: all groups of a model share one": (37,),
     "multimodal inputs and their positions": (38, 39),
     "a mode in which logits do not depend on the batch by a bit; shared-prefix attention": (45, 46),
-    "prompt_logprobs": (67, 68),
     "structured output": tuple(range(70, 76)),
     "pooling": (90, 91, 92),
 }
@@ -217,7 +221,6 @@ REFUSED = {
     "speculative decoding": "scheduled_spec_decode_tokens" in NOT_BUILT_STEP_FIELDS,
     "LoRA adapters": "lora_request" in NOT_BUILT_REQUEST_FIELDS,
     "multimodal inputs and their positions": "mm_features" in NOT_BUILT_REQUEST_FIELDS,
-    "prompt_logprobs": "prompt_logprobs" in NOT_BUILT_DEFAULTS,
     "structured output": "structured_outputs" in NOT_BUILT_DEFAULTS,
     "pooling": "pooling_params" in NOT_BUILT_REQUEST_FIELDS,
 }

@@ -23,7 +23,8 @@ if TYPE_CHECKING:  # a ladder is studied (`jaxrunner.ladder`) where there is no 
 
 MAX_EXECUTABLES = 40
 """What a default ladder compiles at most."""
-ADMITS_AND_MOVES = 4
+OTHER_PROGRAMS = 5
+"""Three to admit, one for moves, one for log-probabilities of prompts."""
 ALL_RUNGS_REQS = 64
 """Most requests for which tiers with constraints have a second half for a single one of them."""
 FUSED_REQS = 256
@@ -77,7 +78,7 @@ class Ladder:
         constrained = finish if max_num_seqs <= ALL_RUNGS_REQS else finish[1:]
         fused = sum(n <= FUSED_REQS for n in decode)
         finishes = sum(len(constrained if _has_constraints(tier) else finish) for tier in TIERS)
-        others = len(decode) + fused + finishes + ADMITS_AND_MOVES
+        others = len(decode) + fused + finishes + OTHER_PROGRAMS
         mixed = halves(tokens, max(16, tokens // 128), max(3, MAX_EXECUTABLES - others))
         return cls(decode, mixed, finish, finish_constrained=constrained)
 
@@ -90,7 +91,8 @@ class Ladder:
 
     def pick(self, inputs: StepInput) -> Bucket:
         """The smallest bucket that holds `inputs`. Raises CapacityError past the last rung, naming the limit."""
-        return self.pick_sizes(inputs.num_reqs, inputs.num_tokens, inputs.uniform_query_len, inputs.tier)
+        uniform = None if inputs.keeps_tokens else inputs.uniform_query_len
+        return self.pick_sizes(inputs.num_reqs, inputs.num_tokens, uniform, inputs.tier)
 
     def pick_sizes(
         self, num_reqs: int, num_tokens: int, uniform_query_len: int | None, tier: Tier = "greedy"

@@ -16,6 +16,7 @@ from jaxrunner.models.model import Model
 from jaxrunner.pallas.custom_attention import custom
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.stages.inputs import step_layout
+from jaxrunner.stages.prompt_logprobs import PROMPT_ROWS, prompt_layout, run_prompt_logprobs
 from jaxrunner.stages.step import begin_step, finish_step, step
 from jaxrunner.state.admission import ENTRIES_PER_CALL, admit_layout, apply_admit
 from jaxrunner.state.block_moves import MOVES_PER_CALL, apply_moves, move_layout
@@ -29,10 +30,10 @@ ADMIT_FIRST, ADMIT_FACTOR = 128, 8
 class Program:
     """kind "step": a whole fused greedy decode in `bucket`. "begin": the first three stages of any other step, without
     a tier. "finish": sample and commit for `size` requests at `tier`. "admit": rows and prompts, `size` tokens.
-    "moves": KV blocks zeroed and copied, `size` of each.
+    "moves": KV blocks zeroed and copied, `size` of each. "prompt": log-probabilities of `size` prompt tokens.
     """
 
-    kind: Literal["step", "begin", "finish", "admit", "moves"]
+    kind: Literal["step", "begin", "finish", "admit", "moves", "prompt"]
     bucket: Bucket | None = None
     size: int = 0
     tier: Tier = "greedy"
@@ -77,7 +78,8 @@ class ProgramSet:
         decodes = [self.ladder.decode_bucket(n, tier) for tier in self.ladder.tiers for n in self.ladder.decode]
         first = dict.fromkeys(self.first(bucket) for bucket in ragged)
         moves = Program("moves", size=MOVES_PER_CALL)
-        return [*admits, *first, *finishes, moves, *dict.fromkeys(self.first(bucket) for bucket in decodes)]
+        others = [moves, self.prompt_logprobs]
+        return [*admits, *first, *finishes, *others, *dict.fromkeys(self.first(bucket) for bucket in decodes)]
 
     def by_urgency(self) -> list[Program]:
         """Every program, in the order in which an engine can use them before all are there: first the largest of each
@@ -101,6 +103,10 @@ class ProgramSet:
     def finish(self, num_reqs: int, tier: Tier) -> Program:
         return Program("finish", size=self.ladder.finish_rung(num_reqs, tier), tier=tier)
 
+    @property
+    def prompt_logprobs(self) -> Program:
+        return Program("prompt", size=min(PROMPT_ROWS, self.ladder.max_num_tokens))
+
     def admit_for(self, num_tokens: int, num_block_writes: int, num_list_writes: int = 0) -> Program | None:
         """The smallest admit program that holds this much, or None."""
         for size in self._admit_sizes:
@@ -116,7 +122,7 @@ class ProgramSet:
         if program.bucket is not None:
             larger = self.ladder.larger(program.bucket)
             return [self.first(b) if program.kind == "step" else Program("begin", b) for b in larger]
-        if program.kind == "moves":
+        if program.kind in ("moves", "prompt"):
             return []
         sizes = self.ladder.finish_rungs(program.tier) if program.kind == "finish" else self._admit_sizes
         return [dataclasses.replace(program, size=n) for n in sizes if n > program.size]
@@ -160,18 +166,21 @@ class ProgramSet:
         if program.kind == "finish":
             options: dict[str, Any] = {"tier": program.tier, "num_reqs": program.size}
             finish = functools.partial(finish_step, self.model, implementation=self.implementation, **options)
-            return finish, (self._weights, self._state, self._pending)
+            return finish, (self._weights, self._state, self._pending.last_tokens)
+        if program.kind == "prompt":
+            run = functools.partial(run_prompt_logprobs, self.model, num_rows=program.size)
+            return run, (self._weights, self._state, self._pending, _vector(prompt_layout(program.size)))
         assert program.bucket is not None
         upload = _vector(self.step_layout(program.bucket))
-        run = self._begin(program.bucket) if program.kind == "begin" else self._step(program.bucket)
-        return run, (self._weights, self._state, upload)
+        first = self._begin(program.bucket) if program.kind == "begin" else self._step(program.bucket)
+        return first, (self._weights, self._state, upload)
 
     @functools.cached_property
     def _pending(self) -> Any:
         return self.pending_shapes(self.ladder.mixed_bucket(self.ladder.mixed[0], "greedy"))
 
     def pending_shapes(self, bucket: Bucket) -> Any:
-        """Shapes between the two halves of a step in `bucket`: the same for every bucket."""
+        """Shapes between the two halves of a step in `bucket`: the same for every bucket of a kind."""
         upload = _vector(self.step_layout(bucket))
         return jax.eval_shape(self._begin(bucket), self._weights, self._state, upload)[1]
 
@@ -184,6 +193,7 @@ class ProgramSet:
             self.model,
             bucket=bucket,
             pending_reqs=self.ladder.max_num_reqs,
+            pending_tokens=self.ladder.max_num_tokens if bucket.kind == "mixed" else None,
             implementation=self.implementation,
         )
 

@@ -13,7 +13,7 @@ from jaxrunner.compile.ladder import Ladder
 from jaxrunner.contract import ModelRunnerOutput
 from jaxrunner.device_memory import free_device_bytes
 from jaxrunner.engine.bad_words import bad_words_token_ids
-from jaxrunner.engine.logprobs import token_logprobs
+from jaxrunner.engine.logprobs import listed_logprobs, token_logprobs
 from jaxrunner.engine.memory import blocks_that_fit
 from jaxrunner.engine.outputs import CompletionOutput, RequestOutput
 from jaxrunner.engine.request import Request
@@ -27,6 +27,7 @@ from jaxrunner.runner.device_runner import DeviceRunner, default_ladder
 from jaxrunner.runner.output import AsyncOutput
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.records import check_token_ids, derived_seed
+from jaxrunner.state.reports import check_reports
 from jaxrunner.state.request_lists import check_lists
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -165,6 +166,7 @@ class LLM:
 
     def _take_reports(self, frame: Frame, output: ModelRunnerOutput) -> None:
         """Log-probabilities and sampling masks of the requests that ask for some."""
+        self._take_prompt_reports(frame, output)
         if output.logprobs is None and output.sampling_masks is None:
             return
         for row, (req_id, ids) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
@@ -172,10 +174,24 @@ class LLM:
             if not ids or request is None:
                 continue
             if request.logprobs is not None and output.logprobs is not None:
-                count = request.params.logprobs or 0
-                request.logprobs.append(token_logprobs(output.logprobs, row, count, self.tokenizer))
+                count, num_listed = request.params.logprobs or 0, len(request.params.logprob_token_ids or ())
+                request.logprobs.append(token_logprobs(output.logprobs, row, count, self.tokenizer, num_listed))
             if request.sampling_mask is not None and output.sampling_masks is not None:
                 request.sampling_mask.append(output.sampling_masks.of_request(row).tolist())
+
+    def _take_prompt_reports(self, frame: Frame, output: ModelRunnerOutput) -> None:
+        """Log-probabilities of the prompts that are complete with this step."""
+        for req_id, lists in output.prompt_logprobs_dict.items():
+            request = self.scheduler.owner(frame, req_id)
+            if request is not None and request.prompt_logprobs is not None:
+                count = request.params.prompt_logprobs or 0
+                rows = range(len(lists.sampled_token_ranks))
+                request.prompt_logprobs[1:] = [token_logprobs(lists, row, count, self.tokenizer) for row in rows]
+        for req_id, values in output.prompt_token_id_logprobs_dict.items():
+            request = self.scheduler.owner(frame, req_id)
+            if request is not None and request.prompt_token_id_logprobs is not None:
+                ids = request.params.prompt_logprob_token_ids or ()
+                request.prompt_token_id_logprobs[1:] = listed_logprobs(values, ids)
 
     def _fail(self, frame: Frame, output: ModelRunnerOutput) -> list[Request]:
         """End the requests for which nothing could be sampled; the others go on."""
@@ -243,10 +259,14 @@ class LLM:
         has_thinking = config.thinking is not None
         vocab_size = self.model.vocab_size
         check_lists(params, eos, vocab_size=vocab_size, sizes=config.list_sizes, has_thinking=has_thinking)
+        check_reports(params, config.reports)
         number = next(self._ids)
         seed = derived_seed(self._seed, number)
         request = Request(f"req-{number}", ids, params, eos, text, seed=seed)
-        request.logprobs = None if params.logprobs is None else []
+        asks_any = params.logprobs is not None or params.logprob_token_ids is not None
+        request.logprobs = [] if asks_any else None
+        request.prompt_logprobs = None if params.prompt_logprobs is None else [None]
+        request.prompt_token_id_logprobs = None if params.prompt_logprob_token_ids is None else [None]
         request.sampling_mask = [] if params.return_sampling_mask else None
         if params.stop_strings:
             request.stops = self._stop_strings(params)
@@ -291,7 +311,12 @@ class LLM:
             completion.sampling_mask = list(request.sampling_mask)
         completion.error = request.error
         finished = request.finish_reason is not None
-        return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, [completion], finished)
+        output = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, [completion], finished)
+        if request.prompt_logprobs is not None:
+            output.prompt_logprobs = list(request.prompt_logprobs)
+        if request.prompt_token_id_logprobs is not None:
+            output.prompt_token_id_logprobs = list(request.prompt_token_id_logprobs)
+        return output
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

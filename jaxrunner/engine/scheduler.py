@@ -234,13 +234,15 @@ class Scheduler:
         return new, slots, counts
 
     def _cached_prefix(self, request: Request, tokens: np.ndarray) -> list[int]:
-        """Blocks of the longest cached prefix; at least the last token is left to run, since its logits are needed."""
+        """Blocks of the longest cached prefix; at least the last token is left to run, since its logits are needed, and
+        all of a prompt whose tokens are to be scored."""
         if not self.prefix_caching:
             return []
         root = namespace(self._weights_version, request.cache_salt)
         if request.hash_chain is None or request.hash_chain.root != root:
             request.hash_chain = HashChain(root, self.config.block_size)
-        return self.pool.longest_prefix(request.hash_chain.first((len(tokens) - 1) // self.config.block_size, tokens))
+        usable = 0 if request.runs_whole_prompt else len(tokens) - 1
+        return self.pool.longest_prefix(request.hash_chain.first(usable // self.config.block_size, tokens))
 
     # -- slots -----------------------------------------------------------------------------------------------------
 

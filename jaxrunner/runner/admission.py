@@ -112,6 +112,12 @@ def check_new_request(
             f"{where}: num_computed_tokens is {request.num_computed_tokens} of {len(tokens)}; the last token is "
             "always run, since its logits are needed"
         )
+    params = request.sampling_params
+    if params is not None and params.scores_prompt and request.num_computed_tokens and len(tokens) == prompt_len:
+        raise AdmissionError(
+            f"{where}: prompt_logprobs need every token of the prompt to be run, and {request.num_computed_tokens} are "
+            "computed already; schedule it without the prefix cache"
+        )
     check_block_lists(request.req_id, request.block_ids, num_groups)
     end = request.num_computed_tokens + num_scheduled_tokens
     if end > len(tokens):

@@ -25,10 +25,12 @@ from jaxrunner.runner.admission import check_block_lists, check_new_request, che
 from jaxrunner.runner.batch_order import sort_requests
 from jaxrunner.runner.config import RunnerConfig, empty_state
 from jaxrunner.runner.host_rows import HostRows
-from jaxrunner.runner.output import AsyncOutput
+from jaxrunner.runner.output import Asked, AsyncOutput
+from jaxrunner.runner.prompt_reports import AskedTokens, Piece, PromptReport, PromptReports, asked_tokens
 from jaxrunner.runner.rows import RowMap
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.stages.inputs import StepInput, block_write_capacity
+from jaxrunner.stages.prompt_logprobs import prompt_layout
 from jaxrunner.stages.sample import StepOutput
 from jaxrunner.stages.step import Pending
 from jaxrunner.state.admission import ENTRIES_PER_CALL, AdmitEntry, pack_admit, release_entry
@@ -37,19 +39,21 @@ from jaxrunner.state.block_moves import MOVES_PER_CALL, pack_moves
 from jaxrunner.state.block_tables import expand_block_ids
 from jaxrunner.state.block_writes import no_block_writes
 from jaxrunner.state.records import derived_seed, request_record
+from jaxrunner.state.reports import check_reports
 from jaxrunner.state.request_lists import check_lists, list_writes
 from jaxrunner.state.runner_state import RunnerState
 
 
 class Parked(NamedTuple):
-    """A step between `execute_model` and `sample_tokens`. output is set when the whole step was launched."""
+    """A step between `execute_model` and `sample_tokens`. output is set when the whole step was launched. prompt: the
+    tokens of prompts that are to be scored."""
 
     req_ids: list[str]
     tier: Tier
     output: StepOutput | None
     pending: Pending | None
-    num_logprobs: np.ndarray
-    wants_mask: np.ndarray
+    asked: Asked
+    prompt: AskedTokens | None
 
 
 class DeviceRunner:
@@ -71,6 +75,7 @@ class DeviceRunner:
         self.table = BucketTable(programs, policy=config.bucket_policy, cache=cache)
         self.rows = RowMap(config.max_num_seqs)
         widths = [table.shape[1] for table in self.state.tables.block_table]
+        self._prompts = PromptReports()
         self._host = HostRows(config.max_num_seqs + 1, self.groups, widths, config.max_model_len)
         self._seed = seed
         self._num_admitted = 0
@@ -109,8 +114,10 @@ class DeviceRunner:
         output = parked.output
         if output is None:
             entry = self.table.get(self.table.programs.finish(len(parked.req_ids), parked.tier))
-            self.state, output = self.table.call(entry, self.weights, self.state, parked.pending)
-        result = AsyncOutput(parked.req_ids, output, parked.num_logprobs, parked.wants_mask)
+            assert parked.pending is not None
+            self.state, output = self.table.call(entry, self.weights, self.state, parked.pending.last_tokens)
+        asked = parked.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
+        result = AsyncOutput(parked.req_ids, output, asked)
         return result if self.config.async_scheduling else result.get_output()
 
     def warm_up(self, **options: Any) -> None:
@@ -123,6 +130,7 @@ class DeviceRunner:
         """
         released = set()
         for req_id in sorted(so.finished_req_ids | (so.preempted_req_ids or set())):
+            self._prompts.drop(req_id)
             if (row := self.rows.remove(req_id)) is not None:
                 released.add(row)
         entries = []
@@ -150,6 +158,7 @@ class DeviceRunner:
             groups=self.groups,
             block_writes=block_writes,
             tier=self._host.tier_of(rows),
+            keeps_tokens=(asked := self._prompt_tokens(rows, counts)) is not None and len(asked.tokens) > 0,
         )
         return req_ids, inputs
 
@@ -167,10 +176,29 @@ class DeviceRunner:
         upload = inputs.pack(entry.program.bucket)
         self.state, result = self.table.call(entry, self.weights, self.state, upload)
         fused = entry.program.kind == "step"
-        self._host.advance(inputs.idx_mapping, inputs.num_scheduled_tokens)
         rows = inputs.idx_mapping
-        reports = self._host.num_logprobs[rows], self._host.wants_mask(rows)
-        return Parked(req_ids, inputs.tier, result if fused else None, None if fused else result, *reports)
+        prompt = self._prompt_tokens(rows, inputs.num_scheduled_tokens)
+        self._host.advance(inputs.idx_mapping, inputs.num_scheduled_tokens)
+        asked = Asked(self._host.num_logprobs[rows], self._host.num_listed[rows], self._host.wants_mask(rows))
+        return Parked(req_ids, inputs.tier, result if fused else None, None if fused else result, asked, prompt)
+
+    def _prompt_tokens(self, rows: np.ndarray, counts: np.ndarray) -> AskedTokens | None:
+        if not len(self._prompts):
+            return None
+        return asked_tokens(rows, counts, self._host.computed[rows], self._host.num_prompt_scores[rows])
+
+    def _score_prompts(self, parked: Parked, tokens: AskedTokens) -> Asked:
+        """Launch the scoring of a step's prompt tokens, as many calls as they need."""
+        program, found = self.table.programs.prompt_logprobs, []
+        layout = prompt_layout(program.size)
+        for start in range(0, len(tokens.tokens), program.size):
+            part = slice(start, start + program.size)
+            values = {"tokens": tokens.tokens[part], "rows": tokens.rows[part], "positions": tokens.positions[part]}
+            entry, upload = self.table.get(program), layout.pack(values)
+            self.state, scores = self.table.call(entry, self.weights, self.state, parked.pending, upload)
+            found.append(scores)
+        piece = Piece(found, len(tokens.tokens), *self._prompts.most(parked.req_ids, tokens)) if found else None
+        return parked.asked._replace(piece=piece, prompts=tuple(self._prompts.take(parked.req_ids, tokens, piece)))
 
     def _apply_admissions(self, entries: list[AdmitEntry]) -> None:
         programs = self.table.programs
@@ -209,7 +237,12 @@ class DeviceRunner:
             params=params,
             seed=self._next_seed(),
         )
-        self._host.occupy(row, len(tokens), request.num_computed_tokens, params)
+        prompt_len, vocab_size = len(request.prompt_token_ids), self.model.vocab_size
+        scores = prompt_len - 1 if params.scores_prompt and len(tokens) == prompt_len else 0
+        if scores:
+            self._prompts.add(request.req_id, PromptReport.asked_by(params, vocab_size))
+        computed = request.num_computed_tokens
+        self._host.occupy(row, len(tokens), computed, params, vocab_size=vocab_size, num_prompt_scores=scores)
         lists = list_writes(params, self.model.eos_token_ids, self.config.list_sizes)
         return AdmitEntry(row, record, tokens, self._host.append_blocks(row, request.block_ids), lists)
 
@@ -239,6 +272,9 @@ class DeviceRunner:
                 sizes=self.config.list_sizes,
                 has_thinking=self.config.thinking is not None,
                 where=f"request {request.req_id!r}",
+            )
+            check_reports(
+                request.sampling_params or SamplingParams(), self.config.reports, where=f"request {request.req_id!r}"
             )
             self._check_blocks(request.req_id, 0, request.block_ids)
         cached = so.scheduled_cached_reqs

@@ -37,8 +37,6 @@ def scheduler_output_from_vllm(source: Any) -> SchedulerOutput:
 
 NOT_BUILT_PARAMS = (
     "logits_processors",
-    "logprob_token_ids",
-    "prompt_logprob_token_ids",
     "extra_args",
 )
 """Parameters of vLLM's class that change the sampled tokens or the output and have no counterpart here."""

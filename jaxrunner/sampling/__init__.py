@@ -15,6 +15,7 @@
 7. draw: argmax of what is left + Gumbel noise (`random`)
 8. `replay`: tokens that were given take the place of those drawn
 
-`logprobs` reads the logits before 2. One rule orders equal values everywhere: the lowest id is the better one.
-Each op of a row that does not ask for it leaves its logits bit for bit, so its draw is that of a cheaper tier.
+`logprobs` reads the logits before 2 or what the draw is made from (`Reports`), `nans` those before 2. One rule orders
+equal values everywhere: the lowest id is the better one. Each op of a row that does not ask for it leaves its logits
+bit for bit, so its draw is that of a cheaper tier.
 """

@@ -11,11 +11,12 @@ from jaxtyping import Array, Float32, Int32
 from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
 from jaxrunner.sampling.constraints import constrain, has_no_id
 from jaxrunner.sampling.history import History
+from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxrunner.sampling.min_p import min_p
 from jaxrunner.sampling.packed_bits import pack_bits
 from jaxrunner.sampling.random import gumbel, row_keys
 from jaxrunner.sampling.replay import replayed
-from jaxrunner.sampling.temperature import GREEDY_BELOW, is_sound, scale
+from jaxrunner.sampling.temperature import GREEDY_BELOW, divide, is_sound, scale
 from jaxrunner.sampling.top_k import top_k
 from jaxrunner.sampling.top_p import top_p
 from jaxrunner.state.sampling import SamplingState
@@ -25,13 +26,14 @@ class Sampled(NamedTuple):
     """token_ids: i32[B], always inside the vocabulary.
 
     no_id_left: bool[B], rows whose constraints forbid every id, so that their token means nothing; None in a tier
-    without constraints. sampling_mask: u32[B, W], the ids that each token was drawn from (`packed_bits`); None in a
-    tier without it.
+    without constraints. sampling_mask: u32[B, W], the ids that each token was drawn from (`packed_bits`); logprobs: of
+    the tokens, as `Reports` says; both None in a tier without them.
     """
 
     token_ids: jax.Array
     no_id_left: jax.Array | None = None
     sampling_mask: jax.Array | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 def sample_tokens(
@@ -51,7 +53,7 @@ def sample_tokens(
     filter before the draw, from "constrained" on the whole list of `jaxrunner.sampling` applies. A row's token is the
     same in every tier that covers what it asks for.
     """
-    features = TIER_FEATURES[tier]
+    features, raw = TIER_FEATURES[tier], logits
     no_id_left = None
     if Feature.CONSTRAINTS in features:
         if history is None:
@@ -72,7 +74,21 @@ def sample_tokens(
         is_given, given = replayed(params.list_of("replay_ids"), position, history.prompt_len)
         tokens, no_id_left = jnp.where(is_given, given, tokens), no_id_left & ~is_given
     mask = pack_bits(scores != -jnp.inf) if Feature.SAMPLING_MASK in features else None
-    return Sampled(tokens, no_id_left, mask)
+    logprobs = None
+    if Feature.LOGPROBS in features:
+        shown = _processed(params, logits, scores) if params.reports.is_processed else raw
+        logprobs = token_logprobs(shown, tokens, params.list_of("logprob_ids"), params.reports)
+    return Sampled(tokens, no_id_left, mask, logprobs)
+
+
+def _processed(
+    params: SamplingState, constrained: Float32[Array, "B V"], scores: Float32[Array, "B V"]
+) -> Float32[Array, "B V"]:
+    """What the tokens are drawn from. The softmax of `scores` is the same and keeps more digits, since their largest is
+    0; as logits they would be off by that."""
+    if not params.reports.is_logits:
+        return scores
+    return jnp.where(scores == -jnp.inf, scores, divide(constrained, params.temperature))
 
 
 def apply_filters(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array, "B V"]:

@@ -38,7 +38,8 @@ MOST_CAPABLE: Tier = lowest_tier(Feature.DRAW | Feature.FILTERS | Feature.CONSTR
 
 class StopReason(enum.IntEnum):
     """Why a row made no more tokens. STEPS: it made one in each step. NOT_DECODABLE: it is empty, or has more than one
-    token to run (a prefill). NO_ID_LEFT: its constraints forbid every id.
+    token to run (a prefill). NO_ID_LEFT: its constraints forbid every id, or its
+    logits hold a NaN where `Reports.nan_check` makes it fail.
     """
 
     STEPS = 0

@@ -36,10 +36,17 @@ class Pending(struct.PyTreeNode):
     """A step between its forward pass and its sampling.
 
     hidden: [B, hidden], final hidden state at each request's last token. requests: the batch's per-request arrays.
+    tokens: [N, hidden], those of all tokens, for log-probabilities of prompts; None where they were not kept.
     """
 
     hidden: jax.Array
     requests: BatchRequests
+    tokens: jax.Array | None = None
+
+    @property
+    def last_tokens(self) -> Pending:
+        """What `finish_step` needs."""
+        return self.replace(tokens=None)
 
 
 def step(
@@ -83,14 +90,16 @@ def begin_step(
     *,
     bucket: Bucket,
     pending_reqs: int,
+    pending_tokens: int | None = None,
     implementation: Implementation = None,
 ) -> tuple[RunnerState, Pending]:
-    """The first three stages. The result is padded to `pending_reqs` rows, so that one `finish_step` serves every
-    bucket: executables then add up instead of multiplying."""
-    state, pending, _ = _first_half(model, weights, state, packed, bucket=bucket, implementation=implementation)
+    """The first three stages. The result is padded to `pending_reqs` rows, and to `pending_tokens` tokens if these are
+    to be kept, so that one `finish_step` serves every bucket: executables then add up instead of multiplying."""
+    state, pending, tokens = _first_half(model, weights, state, packed, bucket=bucket, implementation=implementation)
     extra = pending_reqs - pending.hidden.shape[0]
     hidden = jnp.pad(pending.hidden, ((0, extra), (0, 0)))
-    return state, Pending(hidden=hidden, requests=pad_requests(pending.requests, pending_reqs))
+    kept = None if pending_tokens is None else jnp.pad(tokens, ((0, pending_tokens - tokens.shape[0]), (0, 0)))
+    return state, Pending(hidden=hidden, requests=pad_requests(pending.requests, pending_reqs), tokens=kept)
 
 
 def finish_step(
@@ -107,14 +116,14 @@ def finish_step(
 ) -> tuple[RunnerState, StepOutput]:
     """The last two stages, for the first `num_reqs` rows of `pending` (all by default).
 
-    A request whose constraints leave no id is as it was before the step: its tokens do not count as computed, and are
-    run again in the next step, to the same end.
+    A request that fails (`StepOutput.failed`) is as it was before the step: its tokens do not count as computed, and
+    are run again in the next step, to the same end.
     """
     rows = slice(0, num_reqs)
     requests = BatchRequests(*(a[rows] for a in pending.requests))
     options: dict[str, Any] = {"logits_fn": logits_fn, "grammar_bitmask": grammar_bitmask}
     output = sample(model, weights, state, pending.hidden[rows], requests, tier=tier, **options)
-    undone = None if output.no_id_left is None else jnp.where(output.no_id_left, requests.query_lens, 0)
+    undone = None if output.failed is None else jnp.where(output.failed, requests.query_lens, 0)
     ids, counts = output.sampled_token_ids, output.num_sampled
     return commit(state, requests, ids, counts, undone, implementation=implementation), output
 

@@ -15,6 +15,7 @@ from jaxrunner.state.fields import REQUEST_FIELDS, SAMPLING_FIELDS
 from jaxrunner.state.kv_cache import KVCache
 from jaxrunner.state.kv_dtype import kv_dtype
 from jaxrunner.state.kv_scales import Scales, initial_scales
+from jaxrunner.state.reports import DEFAULT_REPORTS, Reports
 from jaxrunner.state.request_lists import DEFAULT_LIST_SIZES, ListSizes
 from jaxrunner.state.requests import RequestState
 from jaxrunner.state.sampling import SamplingState, ThinkingTokens
@@ -63,6 +64,7 @@ def init_state(
     num_draft_tokens: int = 0,
     list_sizes: ListSizes = DEFAULT_LIST_SIZES,
     thinking: ThinkingTokens | None = None,
+    reports: Reports = DEFAULT_REPORTS,
     groups: tuple[KVGroup, ...] | None = None,
 ) -> RunnerState:
     """An empty state.
@@ -76,7 +78,7 @@ def init_state(
     kv_scales: of an fp8 cache, [layers, 2], see `jaxrunner.state.kv_scales`; by default the checkpoint's, or else 1.
     num_draft_tokens: K, width of the draft table.
     list_sizes: how many stop ids, biases, allowed ids, ... a request may bring. thinking: how the model marks its
-    thinking, for requests with a thinking budget.
+    thinking, for requests with a thinking budget. reports: what steps give beside tokens.
     groups: how layers share block tables; by default one group for each distinct sliding window.
 
     Every leaf is an array of its own, so the whole state may be donated. Raises AdmissionError for sizes that cannot
@@ -111,6 +113,7 @@ def init_state(
             lists=jnp.zeros((rows, list_sizes.width), jnp.int32),
             sizes=list_sizes,
             thinking=thinking,
+            reports=reports,
         ),
         kv=KVCache(
             blocks=tuple(

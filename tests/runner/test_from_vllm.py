@@ -88,6 +88,7 @@ def test_parameters_carry_over():
     assert so.scheduled_new_reqs[0].sampling_params == SamplingParams(temperature=0.7, seed=3, max_tokens=20)
     fields = dict(top_p=0.9, top_k=40, min_p=0.1, min_tokens=2, logprobs=3, stop=["x"], include_stop_str_in_output=True)
     fields |= dict(presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2, logit_bias={3: 1.0})
+    fields |= dict(logprob_token_ids=[7], prompt_logprobs=-1, prompt_logprob_token_ids=[8, 9])
     fields |= dict(allowed_token_ids=[3, 4], bad_words_token_ids=[[3, 4]], thinking_token_budget=5)
     source = recorded(0)
     source.scheduled_new_reqs[0].sampling_params = vllm_params(**fields)
@@ -101,7 +102,7 @@ def test_fields_of_newer_releases_are_refused_by_name(field):
         scheduler_output_from_vllm(recorded(0, **{field: {"a": 1}}))
 
 
-@pytest.mark.parametrize(("name", "value"), [("prompt_logprobs", 1), ("extra_args", {"x": 1}), ("n", 2)])
+@pytest.mark.parametrize(("name", "value"), [("structured_outputs", object()), ("extra_args", {"x": 1}), ("n", 2)])
 def test_a_parameter_that_is_not_built_is_refused_by_name(name, value):
     source = recorded(0)
     source.scheduled_new_reqs[0].sampling_params = vllm_params(**{name: value})
