@@ -116,4 +116,5 @@ def test_every_field_is_used_or_listed_as_not_built():
     used |= {"top_k", "top_p", "min_p", "min_tokens", "logprobs", "stop", "include_stop_str_in_output"}
     used |= {"repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "allowed_token_ids"}
     used |= {"bad_words", "bad_words_token_ids", "thinking_token_budget", "replay_token_ids", "return_sampling_mask"}
+    used |= {"extra_args"}
     assert {f.name for f in dataclasses.fields(SamplingParams)} == used | set(NOT_BUILT_DEFAULTS)

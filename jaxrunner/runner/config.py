@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jaxrunner.compile.table import POLICIES, Policy
 from jaxrunner.errors import AdmissionError
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation
+from jaxrunner.sampling.custom import CustomSampling
 from jaxrunner.state.kv_dtype import kv_dtype
 from jaxrunner.state.request_lists import DEFAULT_LIST_SIZES, ListSizes
 from jaxrunner.state.runner_state import RunnerState, init_state
@@ -23,6 +25,7 @@ class RunnerConfig:
     async_scheduling: `sample_tokens` returns an output that is still on its way.
     list_sizes: how many stop ids, biases, allowed ids, ... a request may bring. thinking: the ids around the model's
     thinking, for requests with a thinking budget.
+    logits_processors, sampler: functions of your own, see `jaxrunner.sampling.custom`.
     bucket_policy: see `BucketTable`. implementation: see `jaxrunner.pallas.implementation`.
     check_invariants: audit the plan of every step (slow; for tests).
     """
@@ -38,6 +41,8 @@ class RunnerConfig:
     async_scheduling: bool = False
     list_sizes: ListSizes = DEFAULT_LIST_SIZES
     thinking: ThinkingTokens | None = None
+    logits_processors: Any = ()
+    sampler: Any = None
     bucket_policy: Policy = "compile"
     implementation: Implementation = None
     check_invariants: bool = False
@@ -54,8 +59,14 @@ class RunnerConfig:
                 "a step could not decode every request; raise the first or lower the second"
             )
         kv_dtype(self.kv_cache_dtype, "float32")
+        object.__setattr__(self, "logits_processors", self.custom.logits_processors)
+        object.__setattr__(self, "sampler", self.custom.sampler)
         if self.bucket_policy not in POLICIES:
             raise AdmissionError(f"unknown bucket_policy {self.bucket_policy!r}; use one of {POLICIES}")
+
+    @property
+    def custom(self) -> CustomSampling:
+        return CustomSampling.of(self.logits_processors, self.sampler)
 
     @property
     def kernel_block(self) -> int:
@@ -79,4 +90,6 @@ def empty_state(model: Model, config: RunnerConfig) -> RunnerState:
         kv_scales=config.kv_scales,
         list_sizes=config.list_sizes,
         thinking=config.thinking,
+        logits_processors=config.logits_processors,
+        sampler=config.sampler,
     )

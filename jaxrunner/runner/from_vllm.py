@@ -39,7 +39,6 @@ NOT_BUILT_PARAMS = (
     "logits_processors",
     "logprob_token_ids",
     "prompt_logprob_token_ids",
-    "extra_args",
 )
 """Parameters of vLLM's class that change the sampled tokens or the output and have no counterpart here."""
 

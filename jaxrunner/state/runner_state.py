@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
 from jaxrunner.errors import AdmissionError
 from jaxrunner.models.model import Model
+from jaxrunner.sampling.custom import CustomSampling
 from jaxrunner.state.block_tables import BlockTables, KVGroup, table_width
 from jaxrunner.state.fields import REQUEST_FIELDS, SAMPLING_FIELDS
 from jaxrunner.state.kv_cache import KVCache
 from jaxrunner.state.kv_dtype import kv_dtype
 from jaxrunner.state.kv_scales import Scales, initial_scales
+from jaxrunner.state.request_arrays import current, empty_extras
 from jaxrunner.state.request_lists import DEFAULT_LIST_SIZES, ListSizes
 from jaxrunner.state.requests import RequestState
 from jaxrunner.state.sampling import SamplingState, ThinkingTokens
@@ -23,7 +26,8 @@ MAX_INT32 = 2**31 - 1
 
 
 class RunnerState(struct.PyTreeNode):
-    """requests, tables, sampling, kv: see their modules. extras: per-row arrays of later features, by name.
+    """requests, tables, sampling, kv: see their modules. extras: further per-row arrays by name, among them those of
+    the user's logits processors and sampler (`jaxrunner.state.request_arrays`).
 
     A state is a value: keeping one and stepping from it again replays the step. Once a runner that donates has
     consumed it, it is gone (`DonatedStateError`).
@@ -45,6 +49,12 @@ class RunnerState(struct.PyTreeNode):
         return self.requests.max_model_len
 
     @property
+    def request_values(self) -> dict[str, jax.Array]:
+        """Values of the arrays of the user's logits processors and sampler now, "owner.array" -> [R, *shape]."""
+        requests = self.requests
+        return current(self.extras, self.sampling.custom, jnp.arange(requests.num_rows), requests.total_len)
+
+    @property
     def num_draft_tokens(self) -> int:
         drafts = self.requests.draft_tokens
         return 0 if drafts is None else drafts.shape[1]
@@ -63,6 +73,8 @@ def init_state(
     num_draft_tokens: int = 0,
     list_sizes: ListSizes = DEFAULT_LIST_SIZES,
     thinking: ThinkingTokens | None = None,
+    logits_processors: Any = (),
+    sampler: Any = None,
     groups: tuple[KVGroup, ...] | None = None,
 ) -> RunnerState:
     """An empty state.
@@ -77,6 +89,8 @@ def init_state(
     num_draft_tokens: K, width of the draft table.
     list_sizes: how many stop ids, biases, allowed ids, ... a request may bring. thinking: how the model marks its
     thinking, for requests with a thinking budget.
+    logits_processors, sampler: functions of your own that will run over this state, see `jaxrunner.sampling.custom`;
+    it holds the arrays that they declare.
     groups: how layers share block tables; by default one group for each distinct sliding window.
 
     Every leaf is an array of its own, so the whole state may be donated. Raises AdmissionError for sizes that cannot
@@ -92,7 +106,7 @@ def init_state(
     for count, group in zip(counts, groups, strict=True):
         _check_blocks(count, group)
 
-    rows = max_requests + 1
+    rows, custom = max_requests + 1, CustomSampling.of(logits_processors, sampler).declared
     dtype = kv_dtype(kv_cache_dtype, model.dtype)
     widths = [table_width(max_model_len, g.block_size, num_draft_tokens + 1) for g in groups]
     return RunnerState(
@@ -111,6 +125,7 @@ def init_state(
             lists=jnp.zeros((rows, list_sizes.width), jnp.int32),
             sizes=list_sizes,
             thinking=thinking,
+            custom=custom,
         ),
         kv=KVCache(
             blocks=tuple(
@@ -119,6 +134,7 @@ def init_state(
             ),
             scales=initial_scales(dtype, kv_scales, model.kv_scales, model.num_layers, groups),
         ),
+        extras=empty_extras(custom, rows),
     )
 
 
