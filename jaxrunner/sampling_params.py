@@ -53,6 +53,8 @@ class SamplingParams:
     log-probabilities are those of these tokens.
     return_sampling_mask: for each token the ids that it was drawn from, with a finite logit after constraints and
     filters. A request whose constraints leave no id at all ends with an error of its own.
+    extra_args: for the user's logits processors and sampler (`jaxrunner.sampling.custom`): the name of each that is to
+    serve this request -> {array name: value}, {} for its defaults.
     The remaining parameters are accepted only with the value that asks for nothing: anything else raises
     NotBuiltError, so that no option is silently ignored.
     """
@@ -80,6 +82,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     replay_token_ids: Sequence[int] | None = None
     return_sampling_mask: bool = False
+    extra_args: Mapping[str, Mapping[str, Any]] | None = None
     n: int = 1
     prompt_logprobs: int | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
@@ -97,6 +100,7 @@ class SamplingParams:
         self._check_stopping()
         self._check_penalties()
         self._check_lists()
+        object.__setattr__(self, "extra_args", _extra_args(self.extra_args))
         for name, nothing in NOT_BUILT_DEFAULTS.items():
             value = getattr(self, name)
             if value != nothing:
@@ -115,11 +119,12 @@ class SamplingParams:
     def features(self) -> Feature:
         """All that is asked of the sampler."""
         lists = (self.logit_bias, self.allowed_token_ids, self.bad_words_token_ids, self.replay_token_ids)
+        has_budget = self.thinking_token_budget is not None
         used = {
             Feature.DRAW: not self.is_greedy,
             Feature.FILTERS: not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0),
             Feature.CONSTRAINTS: bool(
-                self.min_tokens or self.has_penalty or any(lists) or self.thinking_token_budget is not None
+                self.min_tokens or self.has_penalty or any(lists) or has_budget or self.extra_args
             ),
             Feature.LOGPROBS: self.logprobs is not None or self.logprob_token_ids is not None,
             Feature.SAMPLING_MASK: self.return_sampling_mask,
@@ -204,6 +209,23 @@ def _is_int(value: Any) -> bool:
 
 def _is_finite_float32(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(float(value)) <= MAX_FLOAT32
+
+
+def _extra_args(given: Any) -> dict[str, dict[str, np.ndarray]] | None:
+    """Copies of the values, which nobody can write into."""
+    if not isinstance(given, Mapping | None) or not all(isinstance(v, Mapping) for v in (given or {}).values()):
+        raise AdmissionError(f"extra_args is {given!r}; it must map the name of a logits processor to its arrays")
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for owner, values in (given or {}).items():
+        found[owner] = {}
+        for name, value in values.items():
+            try:
+                array = np.array(value)
+            except ValueError as error:
+                raise AdmissionError(f"extra_args[{owner!r}][{name!r}] is no array: {error}") from error
+            array.flags.writeable = False
+            found[owner][name] = array
+    return found or None
 
 
 def _ids(name: str, ids: Sequence[int] | None) -> tuple[int, ...]:

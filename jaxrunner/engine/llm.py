@@ -28,6 +28,7 @@ from jaxrunner.runner.output import AsyncOutput
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.records import check_token_ids, derived_seed
 from jaxrunner.state.reports import check_reports
+from jaxrunner.state.request_arrays import check_extra_args
 from jaxrunner.state.request_lists import check_lists
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -260,6 +261,7 @@ class LLM:
         vocab_size = self.model.vocab_size
         check_lists(params, eos, vocab_size=vocab_size, sizes=config.list_sizes, has_thinking=has_thinking)
         check_reports(params, config.reports)
+        check_extra_args(params, config.custom.declared)
         number = next(self._ids)
         seed = derived_seed(self._seed, number)
         request = Request(f"req-{number}", ids, params, eos, text, seed=seed)

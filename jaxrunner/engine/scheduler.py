@@ -97,6 +97,8 @@ class Scheduler:
                 return None
             self._waiting = [item for item in self._waiting if item[1] is not request]
             heapq.heapify(self._waiting)
+            if request.num_preemptions:
+                self._finished.add(request_id)  # the runner keeps something of it until it hears of its end
         request.finish_reason = "abort"
         return request
 

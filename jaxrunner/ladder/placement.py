@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxrunner.compile.ladder import OTHER_PROGRAMS, FUSED_REQS, Ladder
+from jaxrunner.compile.ladder import FUSED_REQS, OTHER_PROGRAMS, Ladder
 from jaxrunner.errors import CapacityError
 from jaxrunner.ladder.steps import Steps
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxrunner.compile.buckets import Tier
 from jaxrunner.compile.executable_cache import open_cache
 from jaxrunner.compile.ladder import Ladder
-from jaxrunner.compile.programs import Program, ProgramSet
+from jaxrunner.compile.programs import COPY, Program, ProgramSet
 from jaxrunner.compile.table import BucketTable
 from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxrunner.errors import AdmissionError, CapacityError, NotBuiltError
@@ -25,6 +25,7 @@ from jaxrunner.runner.admission import check_block_lists, check_new_request, che
 from jaxrunner.runner.batch_order import sort_requests
 from jaxrunner.runner.config import RunnerConfig, empty_state
 from jaxrunner.runner.host_rows import HostRows
+from jaxrunner.runner.kept_arrays import KeptArrays
 from jaxrunner.runner.output import Asked, AsyncOutput
 from jaxrunner.runner.prompt_reports import AskedTokens, Piece, PromptReport, PromptReports, asked_tokens
 from jaxrunner.runner.rows import RowMap
@@ -40,6 +41,7 @@ from jaxrunner.state.block_tables import expand_block_ids
 from jaxrunner.state.block_writes import no_block_writes
 from jaxrunner.state.records import derived_seed, request_record
 from jaxrunner.state.reports import check_reports
+from jaxrunner.state.request_arrays import check_extra_args, request_rows
 from jaxrunner.state.request_lists import check_lists, list_writes
 from jaxrunner.state.runner_state import RunnerState
 
@@ -70,7 +72,8 @@ class DeviceRunner:
         self.ladder = ladder or default_ladder(model, config)
         self.state: RunnerState = empty_state(model, config)
         self.groups = self.state.tables.groups
-        programs = ProgramSet(model, weights, self.state, self.ladder, implementation=config.implementation)
+        options: dict[str, Any] = {"implementation": config.implementation, "custom": config.custom}
+        programs = ProgramSet(model, weights, self.state, self.ladder, **options)
         cache = open_cache(config.executable_cache)
         self.table = BucketTable(programs, policy=config.bucket_policy, cache=cache)
         self.rows = RowMap(config.max_num_seqs)
@@ -80,6 +83,7 @@ class DeviceRunner:
         self._seed = seed
         self._num_admitted = 0
         self._parked: Parked | None = None
+        self._kept = KeptArrays(self.state.sampling.custom)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Apply the plan and launch its forward pass. Returns None, and `sample_tokens` completes the step; or, for
@@ -142,6 +146,7 @@ class DeviceRunner:
             entries.append(entry)
         for row in released:
             self._host.clear(row)
+        self._kept.forget(so.finished_req_ids | {r.req_id for r in so.scheduled_new_reqs})
         self._apply_admissions([release_entry(row) for row in sorted(released)] + entries)
         grown = so.scheduled_cached_reqs.with_new_blocks()
         writes = [self._host.append_blocks(self.rows[req_id], blocks) for req_id, blocks in grown]
@@ -244,7 +249,21 @@ class DeviceRunner:
         computed = request.num_computed_tokens
         self._host.occupy(row, len(tokens), computed, params, vocab_size=vocab_size, num_prompt_scores=scores)
         lists = list_writes(params, self.model.eos_token_ids, self.config.list_sizes)
-        return AdmitEntry(row, record, tokens, self._host.append_blocks(row, request.block_ids), lists)
+        arrays = request_rows(params, self.state.sampling.custom, len(tokens), self._kept.values(request))
+        return AdmitEntry(row, record, tokens, self._host.append_blocks(row, request.block_ids), lists, arrays)
+
+    def _keep_arrays(self, so: SchedulerOutput) -> None:
+        """Copy out of their rows what preempted requests cannot have again."""
+        if not self._kept.is_needed:
+            return
+        leaving = (so.preempted_req_ids or set()) | {r.req_id for r in so.scheduled_new_reqs}
+        held = sorted(req_id for req_id in leaving - so.finished_req_ids if req_id in self.rows)
+        for start in range(0, len(held), COPY.size):
+            part = held[start : start + COPY.size]
+            rows = np.zeros(COPY.size, np.int32)
+            rows[: len(part)] = self.rows.take(part)
+            self.state, copied = self.table.call(self.table.get(COPY), self.state, rows)
+            self._kept.keep(part, copied)
 
     def _next_seed(self) -> int:
         self._num_admitted += 1
@@ -252,6 +271,7 @@ class DeviceRunner:
 
     def _check(self, so: SchedulerOutput) -> None:
         check_scheduler_output(so, self.rows)
+        self._keep_arrays(so)
         gone = {i for i in so.finished_req_ids | (so.preempted_req_ids or set()) if i in self.rows}
         readded = {r.req_id for r in so.scheduled_new_reqs if r.req_id in self.rows} - gone
         if len(so.scheduled_new_reqs) > self.rows.num_free + len(gone) + len(readded):
@@ -273,9 +293,10 @@ class DeviceRunner:
                 has_thinking=self.config.thinking is not None,
                 where=f"request {request.req_id!r}",
             )
-            check_reports(
-                request.sampling_params or SamplingParams(), self.config.reports, where=f"request {request.req_id!r}"
-            )
+            params = request.sampling_params or SamplingParams()
+            check_reports(params, self.config.reports, where=f"request {request.req_id!r}")
+            check_extra_args(params, self.state.sampling.custom, f"request {request.req_id!r}")
+            self._kept.values(request)
             self._check_blocks(request.req_id, 0, request.block_ids)
         cached = so.scheduled_cached_reqs
         for req_id, blocks in cached.with_new_blocks():
@@ -310,12 +331,12 @@ def default_ladder(model: Model, config: RunnerConfig) -> Ladder:
 
 def _admission_call(entries: list[AdmitEntry], programs: ProgramSet) -> tuple[int, Program]:
     """(how many of the first entries one call takes, the program for them)."""
-    count = tokens = blocks = lists = 0
+    count = tokens = blocks = lists = arrays = 0
     program = None
     for entry in entries[:ENTRIES_PER_CALL]:
         tokens, blocks = tokens + len(entry.tokens), blocks + len(entry.block_writes)
-        lists += len(entry.list_writes)
-        fitting = programs.admit_for(tokens, blocks, lists)
+        lists, arrays = lists + len(entry.list_writes), arrays + bool(entry.arrays)
+        fitting = programs.admit_for(tokens, blocks, lists, arrays)
         if fitting is None:
             break
         count, program = count + 1, fitting

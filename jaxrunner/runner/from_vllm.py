@@ -35,10 +35,7 @@ def scheduler_output_from_vllm(source: Any) -> SchedulerOutput:
     return SchedulerOutput(**values)
 
 
-NOT_BUILT_PARAMS = (
-    "logits_processors",
-    "extra_args",
-)
+NOT_BUILT_PARAMS = ("logits_processors",)
 """Parameters of vLLM's class that change the sampled tokens or the output and have no counterpart here."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,27 +14,30 @@ from flax import struct
 from jaxrunner.compile.buckets import Tier
 from jaxrunner.models import transformer
 from jaxrunner.models.model import Model
+from jaxrunner.sampling.custom import NO_CUSTOM, CustomRun, CustomSampling, SamplingContext
 from jaxrunner.sampling.grammar import mask_by_grammar
 from jaxrunner.sampling.history import History
 from jaxrunner.sampling.logprobs import TokenLogprobs
 from jaxrunner.sampling.nans import count_nans
 from jaxrunner.sampling.sampler import sample_tokens
 from jaxrunner.stages.batch import BatchRequests
+from jaxrunner.state.request_arrays import current
 from jaxrunner.state.runner_state import RunnerState
 
 NO_TOKEN = -1
-LogitsFn = Callable[[jax.Array, BatchRequests], jax.Array]
 
 
 class StepOutput(struct.PyTreeNode):
     """sampled_token_ids: i32[B, K + 1], -1 where nothing was sampled. num_sampled: i32[B].
 
-    no_id_left: bool[B], requests whose constraints forbid every id: they get no token, and their rows stay as they were
-    before the step. None in tiers without constraints. num_nans: i32[B], of each request's logits; None unless
-    `Reports.nan_check` asks. failed_by_nan: bool[B], requests with some, treated likewise; None unless it says "fail".
+    no_id_left: bool[B], requests whose constraints forbid every id, or whose custom sampler took a forbidden one: they
+    get no token, and their rows stay as they were before the step. None where there are neither. num_nans: i32[B], of
+    each request's logits; None unless `Reports.nan_check` asks. failed_by_nan: bool[B], requests with some, treated
+    likewise; None unless it says "fail".
     logprobs: of the "full" tier, None in the others; junk in rows where nothing was sampled. sampling_mask: u32[B, W],
     of the same tier, see `jaxrunner.sampling.packed_bits`.
-    hidden: [T, hidden], final hidden states when the step was asked to return them.
+    hidden: [T, hidden], final hidden states, and scores: f32[B, vocab], softmax(scores) being what each token was drawn
+    from (a greedy request's: its logits after constraints), when the step was asked to return them.
     """
 
     sampled_token_ids: jax.Array
@@ -45,6 +48,7 @@ class StepOutput(struct.PyTreeNode):
     failed_by_nan: jax.Array | None = None
     sampling_mask: jax.Array | None = None
     hidden: jax.Array | None = None
+    scores: jax.Array | None = None
 
     @property
     def failed(self) -> jax.Array | None:
@@ -61,27 +65,26 @@ def sample(
     requests: BatchRequests,
     *,
     tier: Tier,
-    logits_fn: LogitsFn | None = None,
+    custom: CustomSampling = NO_CUSTOM,
     grammar_bitmask: jax.Array | None = None,
-) -> StepOutput:
-    """Sampled ids of a batch.
+    return_scores: bool = False,
+) -> tuple[StepOutput, Mapping[str, jax.Array]]:
+    """(sampled ids of a batch, new values of the rows' arrays that custom functions update).
 
     hidden: [B, hidden], final hidden state at each request's last token. requests: the batch's per-request arrays.
-    logits_fn: called as `logits_fn(logits f32[B, vocab], requests) -> f32[B, vocab]` before sampling. What it returns
-    is what raw log-probabilities are taken of. grammar_bitmask: u32[B, W], see `jaxrunner.sampling.grammar`.
+    custom: see `jaxrunner.sampling.custom`. grammar_bitmask: u32[B, W], see `jaxrunner.sampling.grammar`.
 
     A draw is a function of the request's seed and the position of the new token, so rows of padding and requests
     still in prefill take no randomness from anyone.
     """
     logits = transformer.logits(model, weights, hidden)
-    if logits_fn is not None:
-        logits = logits_fn(logits, requests)
     if grammar_bitmask is not None:
         logits = mask_by_grammar(logits, grammar_bitmask)
     rows = requests.idx_mapping
     history = History(state.requests.token_ids, rows, state.requests.prompt_len[rows])
     params = state.sampling.take(rows)
-    sampled = sample_tokens(logits, params, requests.seq_lens, tier=tier, history=history)
+    run = _custom_run(state, requests, history, params.seed, custom)
+    sampled = sample_tokens(logits, params, requests.seq_lens, tier=tier, history=history, custom=run)
     samples, no_id_left, num_nans, failed_by_nan = requests.samples, sampled.no_id_left, None, None
     if no_id_left is not None:
         no_id_left &= samples
@@ -91,7 +94,7 @@ def sample(
     if num_nans is not None and params.reports.nan_check == "fail":
         failed_by_nan = num_nans > 0
         samples &= ~failed_by_nan
-    return StepOutput(
+    output = StepOutput(
         sampled_token_ids=jnp.where(samples, sampled.token_ids, NO_TOKEN)[:, None],
         num_sampled=samples.astype(jnp.int32),
         no_id_left=no_id_left,
@@ -99,4 +102,17 @@ def sample(
         failed_by_nan=failed_by_nan,
         logprobs=sampled.logprobs,
         sampling_mask=sampled.sampling_mask,
+        scores=sampled.scores if return_scores else None,
     )
+    return output, sampled.updates
+
+
+def _custom_run(
+    state: RunnerState, requests: BatchRequests, history: History, seed: jax.Array, custom: CustomSampling
+) -> CustomRun | None:
+    custom.check_state(state.sampling.custom)
+    if custom == NO_CUSTOM:
+        return None
+    context = SamplingContext(history, requests.seq_lens, requests.samples, seed)
+    num_tokens = state.requests.total_len[history.rows]
+    return CustomRun(custom, context, current(state.extras, custom.declared, history.rows, num_tokens))

@@ -12,6 +12,7 @@ from jax import lax
 from jaxrunner.errors import AdmissionError
 from jaxrunner.state.fields import SAMPLING_COLUMN
 from jaxrunner.state.reports import DEFAULT_REPORTS, Reports
+from jaxrunner.state.request_arrays import ArraySets
 from jaxrunner.state.request_lists import DEFAULT_LIST_SIZES, ListSizes
 
 
@@ -38,7 +39,8 @@ class SamplingState(struct.PyTreeNode):
 
     lists: i32[R, sizes.width], see `jaxrunner.state.request_lists`. None where no request can bring any.
     sizes, thinking, reports: static; how long the lists may be, the ids around a model's thinking, if it has such, and
-    what is reported beside tokens.
+    what is reported beside tokens. custom: static; what `RunnerState.extras` holds for the user's logits processors
+    and sampler.
     """
 
     params: jax.Array
@@ -46,6 +48,7 @@ class SamplingState(struct.PyTreeNode):
     sizes: ListSizes = struct.field(pytree_node=False, default=DEFAULT_LIST_SIZES)
     thinking: ThinkingTokens | None = struct.field(pytree_node=False, default=None)
     reports: Reports = struct.field(pytree_node=False, default=DEFAULT_REPORTS)
+    custom: ArraySets = struct.field(pytree_node=False, default=())
 
     @property
     def temperature(self) -> jax.Array:

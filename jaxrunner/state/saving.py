@@ -27,6 +27,7 @@ from jaxrunner.state.fields import RECORD_FIELDS
 from jaxrunner.state.kv_dtype import FLOAT8, FLOAT8_BYTES
 from jaxrunner.state.kv_dtype import NAMES as CACHE_DTYPES
 from jaxrunner.state.reports import Reports
+from jaxrunner.state.request_arrays import ArraySet, ArraySets, RequestArray
 from jaxrunner.state.request_lists import ListSizes
 from jaxrunner.state.runner_state import RunnerState, host_view, init_state
 from jaxrunner.state.sampling import ThinkingTokens
@@ -87,6 +88,8 @@ def load_state(path: str | Path, like: Model | RunnerState) -> RunnerState:
     expected_static = {name: getattr(template.sampling, name) for name in ("sizes", "thinking", "reports")}
     if (static := _sampling_static(metadata)) != expected_static:
         raise CheckpointError(f"{path} has a sampler with {static}; expected {expected_static}")
+    if (custom := _custom(metadata)) != template.sampling.custom:
+        raise CheckpointError(f"{path} has the request arrays {custom}; expected {template.sampling.custom}")
     leaves = []
     for name, leaf in expected.items():
         found = (file.dtype(name), file.tensors[name].shape)
@@ -138,6 +141,7 @@ def _header(state: RunnerState, entries: Mapping[str, Any], checksums: Mapping[s
         "lists": json.dumps(dataclasses.asdict(state.sampling.sizes)),
         "thinking": json.dumps(state.sampling.thinking and dataclasses.asdict(state.sampling.thinking)),
         "reports": json.dumps(dataclasses.asdict(state.sampling.reports)),
+        "custom": json.dumps([dataclasses.asdict(owned) for owned in state.sampling.custom]),
         "fields": json.dumps([field.name for field in RECORD_FIELDS]),
         "crc32": json.dumps({name: f"{value:08x}" for name, value in checksums.items()}),
     }
@@ -191,7 +195,7 @@ def _template(path: Path, file: SafetensorsFile, metadata: Mapping[str, str], mo
         for name, entry in file.tensors.items()
         if name.startswith(EXTRAS)
     }
-    return made.replace(extras=extras)
+    return made.replace(extras=extras, sampling=made.sampling.replace(custom=_custom(metadata)))
 
 
 def _cache_dtype(path: Path, file: SafetensorsFile, cache: str) -> str:
@@ -212,6 +216,13 @@ def _sampling_static(metadata: Mapping[str, str]) -> dict[str, Any]:
         "thinking": ThinkingTokens(**thinking) if thinking else None,
         "reports": Reports(**json.loads(metadata["reports"])),
     }
+
+
+def _custom(metadata: Mapping[str, str]) -> ArraySets:
+    return tuple(
+        ArraySet(owned["owner"], tuple(RequestArray(**array) for array in owned["arrays"]), owned["every_request"])
+        for owned in json.loads(metadata["custom"])
+    )
 
 
 def _groups(metadata: Mapping[str, str]) -> tuple[KVGroup, ...]:

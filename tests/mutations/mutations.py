@@ -335,8 +335,8 @@ RANDOMNESS = (
     Mutation(
         "random: two streams are one",
         "sampling/random.py",
-        "TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)",
-        "TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 1",
+        "TARGET, DRAFT, ACCEPT, RESIDUAL, USER = range(5)",
+        "TARGET, DRAFT, ACCEPT, RESIDUAL, USER = 0, 1, 2, 1, 4",
         (RANDOM + "test_streams_are_independent",),
     ),
     Mutation(
@@ -363,8 +363,8 @@ RANDOMNESS = (
     Mutation(
         "sampler: greedy rows of a random batch are drawn",
         "sampling/sampler.py",
-        "tokens = jnp.where(is_greedy, tokens, jnp.argmax(scores + noise, axis=-1).astype(jnp.int32))",
-        "tokens = jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)",
+        "tokens = jnp.where(is_greedy, tokens, drawn)",
+        "tokens = drawn",
         (SAMPLER + "test_greedy_rows_in_a_random_batch_are_exact",),
         fast=True,
     ),

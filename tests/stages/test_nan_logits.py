@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 import jaxrunner
 from jaxrunner import SamplingParams
 from jaxrunner.errors import AdmissionError
+from jaxrunner.models import transformer
 from jaxrunner.scoring import score
 from jaxrunner.stages.prompt_logprobs import prompt_logprobs
 from jaxrunner.state.reports import Reports
@@ -22,12 +24,16 @@ from tests.oracle import logprobs as oracle
 PROMPTS, BUCKET = ([5, 9], [6], [7, 8, 3]), jaxrunner.Bucket("mixed", 8, 8, 8)
 
 
-def damage(logits, requests):
+LOGITS = transformer.logits
+
+
+def damaged(model, weights, hidden):
     """Three NaN in the first request, one in the second's logits, and nothing but NaN in padding."""
+    logits = LOGITS(model, weights, hidden)
     place = jnp.arange(logits.shape[1])
     row = jnp.arange(logits.shape[0])[:, None]
-    bad = ((row == 0) & (place < 3)) | ((row == 1) & (place == 9))
-    return jnp.where(bad | ~requests.live[:, None], jnp.nan, logits)
+    bad = ((row == 0) & (place < 3)) | ((row == 1) & (place == 9)) | (row >= len(PROMPTS))
+    return jnp.where(bad, jnp.nan, logits)
 
 
 @functools.cache
@@ -38,8 +44,9 @@ def after_a_step(nan_check):
     state = jaxrunner.init_state(model, max_requests=4, max_model_len=32, num_blocks=20, block_size=8, reports=reports)
     state, rows = jaxrunner.admit(state, PROMPTS)
     upload = jnp.asarray(jaxrunner.plan(state, {rows[0]: 2, rows[1]: 1, rows[2]: 3}).pack(BUCKET))
-    run = jax.jit(functools.partial(jaxrunner.step, logits_fn=damage), static_argnames=("model", "bucket"))
-    return *run(model, weights, state, upload, bucket=BUCKET), rows
+    with mock.patch.object(transformer, "logits", damaged):
+        run = jax.jit(functools.partial(jaxrunner.step), static_argnames=("model", "bucket"))
+        return *run(model, weights, state, upload, bucket=BUCKET), rows
 
 
 def test_counting_changes_no_token():
