@@ -32,8 +32,8 @@ class StepOutput(struct.PyTreeNode):
     no_id_left: bool[B], requests whose constraints forbid every id: they get no token, and their rows stay as they were
     before the step. None in tiers without constraints. num_nans: i32[B], of each request's logits; None unless
     `Reports.nan_check` asks. failed_by_nan: bool[B], requests with some, treated likewise; None unless it says "fail".
-    logprobs: of the "full" tier, None in the others; junk in rows where nothing was sampled. sampling_mask: u32[B, W],
-    of the same tier, see `jaxrunner.sampling.packed_bits`.
+    logprobs: of the tiers that have them, None in the others; junk in rows where nothing was sampled. sampling_mask:
+    u32[B, W], likewise, see `jaxrunner.sampling.packed_bits`.
     hidden: [T, hidden], final hidden states when the step was asked to return them.
     """
 
