@@ -34,8 +34,8 @@ class StepOutput(struct.PyTreeNode):
     get no token, and their rows stay as they were before the step. None where there are neither. num_nans: i32[B], of
     each request's logits; None unless `Reports.nan_check` asks. failed_by_nan: bool[B], requests with some, treated
     likewise; None unless it says "fail".
-    logprobs: of the "full" tier, None in the others; junk in rows where nothing was sampled. sampling_mask: u32[B, W],
-    of the same tier, see `jaxrunner.sampling.packed_bits`.
+    logprobs: of the tiers that have them, None in the others; junk in rows where nothing was sampled. sampling_mask:
+    u32[B, W], likewise, see `jaxrunner.sampling.packed_bits`.
     hidden: [T, hidden], final hidden states, and scores: f32[B, vocab], softmax(scores) being what each token was drawn
     from (a greedy request's: its logits after constraints), when the step was asked to return them.
     """
