@@ -11,7 +11,10 @@ from jaxrunner.stages.sample import NO_TOKEN, StepOutput
 
 NO_LOGPROBS = -1
 """Stands for a request that asks for no log-probabilities; 0 asks for those of its own tokens."""
-NO_ID_LEFT = "its constraints (allowed ids, bad words, min_tokens, grammar) forbid every token id"
+NO_ID_LEFT = (
+    "its constraints (allowed ids, bad words, min_tokens, grammar, logits processors) forbid every token id, or its "
+    "custom sampler took one that they or the filters forbid"
+)
 
 
 class AsyncOutput:
