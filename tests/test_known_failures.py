@@ -41,6 +41,7 @@ COVERED: dict[int, tuple[str, ...]] = {
     ),
     11: (f"{RUNNER}::test_the_result_does_not_depend_on_dict_order",),
     # Preemption, resumption, abort
+    12: ("runner/test_custom.py::test_k012_a_stateful_processor_counts_tokens_and_survives_a_preemption",),
     13: (f"{SCHEDULER}::test_preemption_changes_no_token", PROPERTIES),
     14: (f"{SCHEDULER}::test_preemption_changes_no_token", PROPERTIES),
     15: (
@@ -207,7 +208,6 @@ COVERED: dict[int, tuple[str, ...]] = {
 NOT_BUILT: dict[str, tuple[int, ...]] = {
     "speculative decoding": (4, 16, 20, 43, 44, 69, *range(76, 84)),
     "shards, and the paddings of TPU kernels": (5, 8),
-    "logits processors of the user": (12,),
     "LoRA adapters": (25, 87, 88, 89, 118),
     "local attention in chunks, which splits a request": (33, 36),
     "groups with block sizes of their own: all groups of a model share one": (37,),

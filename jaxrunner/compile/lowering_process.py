@@ -42,8 +42,9 @@ def default_processes(programs: ProgramSet, count: int) -> int:
     lowers Mosaic kernels for as one with it does (compute capability 9.0); and none for functions of the user's own,
     which may not be found by their names there, or for Triton's attention, which asks the device.
     """
-    owned = custom(programs.implementation) or programs.custom != NO_CUSTOM
-    if target()[:2] != ("gpu", "9.0") or owned or "triton" in str(programs.implementation):
+    if target()[:2] != ("gpu", "9.0") or "triton" in str(programs.implementation):
+        return 0
+    if custom(programs.implementation) or programs.custom != NO_CUSTOM:
         return 0
     return min(MOST_PROCESSES, (os.cpu_count() or 1) // 2, count // PROGRAMS_A_PROCESS)
 

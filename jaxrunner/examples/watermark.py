@@ -7,6 +7,7 @@ Source: Kirchenbauer et al. 2023, "A Watermark for Large Language Models", the s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -17,7 +18,7 @@ from jaxrunner.sampling.custom import LogitsProcessor, SamplingContext
 from jaxrunner.state.request_arrays import RequestArray
 
 
-def green_ids(key: jax.Array, token_id: jax.Array, fraction: jax.Array, vocab_size: int) -> jax.Array:
+def green_ids(key: jax.Array, token_id: jax.Array, fraction: jax.Array, *, vocab_size: int) -> jax.Array:
     """bool[vocab_size]: ids that are green after `token_id`. key: u32, fraction: f32, part of the ids; all scalars."""
     words = jnp.stack([key, jnp.asarray(token_id, jnp.uint32)])
     drawn = jax.random.uniform(jax.random.wrap_key_data(words, impl="threefry2x32"), (vocab_size,))
@@ -27,7 +28,7 @@ def green_ids(key: jax.Array, token_id: jax.Array, fraction: jax.Array, vocab_si
 def _watermark(logits: jax.Array, context: SamplingContext) -> jax.Array:
     key, fraction, gain = (context.arrays[name] for name in ("key", "fraction", "gain"))
     previous = context.last(1)[:, 0]
-    is_green = jax.vmap(lambda k, token, f: green_ids(k, token, f, logits.shape[1]))(key, previous, fraction)
+    is_green = jax.vmap(functools.partial(green_ids, vocab_size=logits.shape[1]))(key, previous, fraction)
     return jnp.where(is_green, logits + gain[:, None], logits)
 
 
@@ -55,7 +56,7 @@ def watermark_score(token_ids: Sequence[int], key: int, *, vocab_size: int, frac
     word, part = jnp.uint32(key), jnp.float32(fraction)
 
     def is_green(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return green_ids(word, pair[0], part, vocab_size)[pair[1]]
+        return green_ids(word, pair[0], part, vocab_size=vocab_size)[pair[1]]
 
     count, total = int(np.sum(jax.lax.map(is_green, (ids[:-1], ids[1:])))), len(ids) - 1
     return (count - fraction * total) / (total * fraction * (1 - fraction)) ** 0.5

@@ -13,7 +13,10 @@ from jaxrunner.runner.prompt_reports import Piece, PromptReport
 from jaxrunner.sampling.packed_bits import WORD
 from jaxrunner.stages.sample import NO_TOKEN, StepOutput
 
-NO_ID_LEFT = "its constraints (allowed ids, bad words, min_tokens, grammar) forbid every token id"
+NO_ID_LEFT = (
+    "its constraints (allowed ids, bad words, min_tokens, grammar, logits processors) forbid every token id, or its "
+    "custom sampler took one that they or the filters forbid"
+)
 NAN_LOGITS = "{} of its logits are NaN; look at the weights, or at the step with jax_debug_nans"
 
 

@@ -108,8 +108,11 @@ class _Custom:
         """bool[B], None for all."""
         return None if self.every_request else values[self.name]
 
-    def new_values(self, updates: Mapping[str, Any], mine: SamplingContext) -> dict[str, jax.Array]:
-        """Every updated array's new value by its name in `state.extras`, the old one where the function gave none."""
+    def new_values(
+        self, updates: Mapping[str, Any], mine: SamplingContext, asks: jax.Array | None
+    ) -> dict[str, jax.Array]:
+        """Every updated array's new value by its name in `state.extras`, the old one where the function gave none, and
+        in rows that do not ask."""
         updated = {array.name: array for array in self.arrays if array.updated}
         if unknown := sorted(updates.keys() - updated.keys()):
             raise ImplementationError(
@@ -124,6 +127,8 @@ class _Custom:
                     f"{self.kind} {self.name} gave {name!r} as {new.dtype}{list(new.shape)}; "
                     f"expected {old.dtype}{list(old.shape)}"
                 )
+            if asks is not None:
+                new = jnp.where(asks.reshape(-1, *[1] * (new.ndim - 1)), new, old)
             found[f"{self.name}.{name}"] = new
         return found
 
@@ -151,10 +156,10 @@ class LogitsProcessor(_Custom):
         mine = self.view(context, values)
         result, updates = _pair(self.fn(logits, mine))
         self.check_result(result, logits.shape, logits.dtype)
-        changes = logits != -jnp.inf
-        if (asks := self.asks(values)) is not None:
+        changes, asks = logits != -jnp.inf, self.asks(values)
+        if asks is not None:
             changes &= asks[:, None]
-        return jnp.where(changes, result, logits), self.new_values(updates, mine)
+        return jnp.where(changes, result, logits), self.new_values(updates, mine, asks)
 
 
 class Sampler(_Custom):
@@ -172,7 +177,7 @@ class Sampler(_Custom):
         mine = self.view(context, values)
         result, updates = _pair(self.fn(scores, mine, keys))
         self.check_result(result, scores.shape[:1], jnp.int32)
-        return result, self.new_values(updates, mine)
+        return result, self.new_values(updates, mine, self.asks(values))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -468,6 +468,83 @@ ROW_FIELDS = (
     ),
 )
 
+CUSTOM_OPS, CUSTOM_STEP = "tests/sampling/test_custom.py::", "tests/stages/test_custom.py::"
+CUSTOM_RUNNER = "tests/runner/test_custom.py::"
+CUSTOM = (
+    Mutation(
+        "custom: keys of a processor are those of the draw",
+        "sampling/random.py",
+        "TARGET, DRAFT, ACCEPT, RESIDUAL, USER = range(5)",
+        "TARGET, DRAFT, ACCEPT, RESIDUAL, USER = 0, 1, 2, 3, 0",
+        (RANDOM + "test_streams_are_independent",),
+    ),
+    Mutation(
+        "custom: a processor brings back what was forbidden",
+        "sampling/custom.py",
+        "changes, asks = logits != -jnp.inf, self.asks(values)",
+        "changes, asks = jnp.ones(logits.shape, bool), self.asks(values)",
+        (CUSTOM_OPS + "test_a_processor_stands_between_bad_words_and_the_thinking_budget",),
+    ),
+    Mutation(
+        "custom: rows that do not ask are processed",
+        "sampling/custom.py",
+        "            changes &= asks[:, None]",
+        "            pass",
+        (CUSTOM_OPS + "test_rows_that_do_not_ask_keep_every_bit", CUSTOM_RUNNER + "test_neighbours_do_not_notice"),
+    ),
+    Mutation(
+        "custom: rows that do not ask are updated",
+        "sampling/custom.py",
+        "new = jnp.where(asks.reshape(-1, *[1] * (new.ndim - 1)), new, old)",
+        "pass",
+        (CUSTOM_STEP + "test_a_request_stops_where_the_running_mean_of_its_entropy_says",),
+    ),
+    Mutation(
+        "custom: a sampler may take a dropped id",
+        "sampling/custom.py",
+        "is_lost = ~is_id | (score == -jnp.inf)",
+        "is_lost = ~is_id",
+        (CUSTOM_OPS + "test_a_sampler_replaces_the_draw_of_those_who_ask",),
+    ),
+    Mutation(
+        "custom: arrays of rows that sampled nothing are updated",
+        "stages/commit.py",
+        "rows = jnp.where(num_sampled > 0, requests.idx_mapping, state.requests.num_rows)",
+        "rows = requests.idx_mapping",
+        (
+            CUSTOM_RUNNER + "test_k012_a_stateful_processor_counts_tokens_and_survives_a_preemption",
+            CUSTOM_RUNNER + "test_a_sampler_that_takes_no_id_fails_its_request_alone",
+        ),
+    ),
+    Mutation(
+        "custom: only the newest value is kept",
+        "state/request_arrays.py",
+        "name: extras[name].at[rows, num_tokens % GENERATIONS].set(value",
+        "name: extras[name].at[rows].set(value[:, None]",
+        (
+            CUSTOM_OPS + "test_updates_reach_rows_that_sampled_and_the_value_before_stays",
+            CUSTOM_RUNNER + "test_a_token_that_was_on_its_way_at_a_preemption_counts_once",
+        ),
+    ),
+    Mutation(
+        "custom: a request comes back with the arrays of a new one",
+        "runner/device_runner.py",
+        "len(tokens), self._kept.values(request))",
+        "len(tokens))",
+        (
+            CUSTOM_RUNNER + "test_k012_a_stateful_processor_counts_tokens_and_survives_a_preemption",
+            CUSTOM_RUNNER + "test_requests_that_are_preempted_again_and_again_lose_no_count[1]",
+        ),
+    ),
+    Mutation(
+        "custom: arrays of padding entries are admitted",
+        "state/admission.py",
+        'row = jnp.where(part["array_row"] > 0, part["array_row"], out_of_range)',
+        'row = part["array_row"]',
+        (CUSTOM_OPS + "test_unused_places_of_an_upload_write_no_array",),
+    ),
+)
+
 OPS = "tests/sampling/test_constraints.py::"
 BY_HAND = "tests/stages/test_constraints.py::"
 MIXTURE = OPS + "test_any_mixture_equals_the_oracle"
@@ -690,4 +767,4 @@ CACHE = (
     ),
 )
 
-MUTATIONS: tuple[Mutation, ...] = PADDING + RANDOMNESS + ROW_FIELDS + CONSTRAINTS + FLOAT8 + LADDERS + CACHE
+MUTATIONS: tuple[Mutation, ...] = PADDING + RANDOMNESS + ROW_FIELDS + CUSTOM + CONSTRAINTS + FLOAT8 + LADDERS + CACHE

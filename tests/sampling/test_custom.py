@@ -7,10 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import LogitsProcessor, RequestArray, Sampler, SamplingContext, SamplingParams, ThinkingTokens
-from jaxrunner.errors import AdmissionError, ImplementationError
+from jaxrunner import (
+    LogitsProcessor,
+    RequestArray,
+    Sampler,
+    SamplingContext,
+    SamplingParams,
+    ThinkingTokens,
+    init_state,
+)
+from jaxrunner.errors import AdmissionError, ImplementationError, InvariantError
 from jaxrunner.sampling.custom import CustomRun, CustomSampling
 from jaxrunner.sampling.sampler import sample_tokens
+from jaxrunner.state.admission import AdmitEntry, admit_layout, apply_admit, pack_admit
+from jaxrunner.state.fields import RECORD_WIDTH
 from jaxrunner.state.request_arrays import (
     DTYPES,
     GENERATIONS,
@@ -22,6 +32,7 @@ from jaxrunner.state.request_arrays import (
     to_words,
     with_updates,
 )
+from tests.conftest import load_tiny
 from tests.sampling.custom import counted, nudge, picky
 from tests.sampling.rows import history_of, sampling_state
 
@@ -206,6 +217,23 @@ def test_updates_reach_rows_that_sampled_and_the_value_before_stays():
     for length, value in ((3, 5), (4, 7)):
         found = current(after, (counted.declared,), jnp.array([2]), jnp.array([length]))
         assert found["counted.calls"].tolist() == [value]
+
+
+def test_unused_places_of_an_upload_write_no_array():
+    """One request of two that fit: the other place holds junk words and row 0, the parking row."""
+    sets = (nudge.declared,)
+    arrays = request_rows(SamplingParams(extra_args={"nudge": {"bias": [1.0, 2.0, 3.0]}}), sets, 5)
+    layout = admit_layout(4, 4, custom=sets)
+    record = np.ones(RECORD_WIDTH, np.int32)
+    packed = pack_admit(layout, [AdmitEntry(2, record, arrays=arrays), AdmitEntry(3, record)]).copy()
+    layout.unpack(packed)["extras/nudge.bias"][1:] = 77
+    model, _ = load_tiny("llama")
+    state = init_state(model, max_requests=4, max_model_len=16, num_blocks=8, logits_processors=nudge)
+    state = apply_admit(state, packed, layout=layout)
+    assert state.extras["nudge.bias"].tolist() == [[0] * 3, [0] * 3, [1, 2, 3], [0] * 3, [0] * 3]
+    assert state.extras["nudge"].tolist() == [False, False, True, False, False]
+    with pytest.raises(InvariantError, match="without a record"):
+        pack_admit(layout, [AdmitEntry(2, arrays=arrays)])
 
 
 @pytest.mark.parametrize(
