@@ -16,11 +16,11 @@ from jaxrunner.compile.buckets import Feature, Tier, lowest_tier
 from jaxrunner.errors import AdmissionError, NotBuiltError
 from jaxrunner.sampling.logprobs import MAX_LOGPROBS
 from jaxrunner.sampling.temperature import GREEDY_BELOW
+from jaxrunner.structured_outputs import StructuredOutputsParams
 
 NOT_BUILT_DEFAULTS: dict[str, Any] = {
     "n": 1,
     "prompt_logprobs": None,
-    "structured_outputs": None,
 }
 """Parameters of vLLM's class that are known but not built, with the value that asks for nothing."""
 
@@ -52,6 +52,7 @@ class SamplingParams:
     log-probabilities are those of these tokens.
     return_sampling_mask: for each token the ids that it was drawn from, with a finite logit after constraints and
     filters. A request whose constraints leave no id at all ends with an error of its own.
+    structured_outputs: what the output's text must look like; an engine masks every token's logits for it.
     The remaining parameters are accepted only with the value that asks for nothing: anything else raises
     NotBuiltError, so that no option is silently ignored.
     """
@@ -78,9 +79,9 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     replay_token_ids: Sequence[int] | None = None
     return_sampling_mask: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
     n: int = 1
     prompt_logprobs: int | None = None
-    structured_outputs: Any = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
@@ -94,6 +95,8 @@ class SamplingParams:
         self._check_stopping()
         self._check_penalties()
         self._check_lists()
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise AdmissionError(f"structured_outputs is {self.structured_outputs!r}, no StructuredOutputsParams")
         for name, nothing in NOT_BUILT_DEFAULTS.items():
             value = getattr(self, name)
             if value != nothing:

@@ -23,6 +23,8 @@ SCHEDULER, PROPERTIES = "engine/test_scheduler.py", "runner/test_runner_properti
 RUNNER, RUNNER_CONSTRAINTS = "runner/test_device_runner.py", "runner/test_constraints.py"
 OPS, BY_HAND = "sampling/test_constraints.py", "stages/test_constraints.py"
 FILTERS, SAFETENSORS = "sampling/test_filters.py", "models/test_safetensors_loader.py"
+RUNNER_GRAMMAR, GRAMMAR = "runner/test_grammar.py", "engine/test_grammar.py"
+STRUCTURED = "engine/test_structured_outputs.py"
 NO_COMPILE = f"{RUNNER}::test_500_mixed_steps_compile_nothing"
 
 COVERED: dict[int, tuple[str, ...]] = {
@@ -123,6 +125,13 @@ COVERED: dict[int, tuple[str, ...]] = {
     64: ("sampling/test_logprobs.py::test_k064_a_sampled_id_is_listed_once_and_keeps_its_rank",),
     65: ("sampling/test_logprobs.py::test_k065_zero_gives_the_sampled_token_alone_and_none_gives_nothing",),
     66: ("sampling/test_logprobs.py::test_k066_logarithms_not_probabilities",),
+    # Structured output
+    70: (f"{RUNNER_GRAMMAR}::test_k070_a_mask_finds_its_row_by_its_request",),
+    71: (f"{RUNNER_GRAMMAR}::test_k071_a_wider_mask_is_cut_and_a_narrower_one_forbids_the_rest",),
+    72: (f"{RUNNER_GRAMMAR}::test_k072_a_plain_request_beside_a_structured_one_is_free",),
+    73: (f"{GRAMMAR}::test_k073_the_mask_has_a_bit_for_the_largest_id",),
+    74: (f"{STRUCTURED}::test_k074_nothing_follows_the_end_of_the_grammar",),
+    75: (f"{GRAMMAR}::test_k075_a_cleared_compiler_and_that_of_another_tokenizer_compile_anew",),
     # Results that arrive late
     84: ("state/test_host_arrays.py::test_k084_inputs_may_be_overwritten_while_the_step_runs",),
     85: (f"{RUNNER}::test_asynchronous_outputs_may_be_read_late",),
@@ -194,7 +203,6 @@ NOT_BUILT: dict[str, tuple[int, ...]] = {
     "multimodal inputs and their positions": (38, 39),
     "a mode in which logits do not depend on the batch by a bit; shared-prefix attention": (45, 46),
     "prompt_logprobs": (67, 68),
-    "structured output": tuple(range(70, 76)),
     "pooling": (90, 91, 92),
 }
 
@@ -203,7 +211,6 @@ REFUSED = {
     "LoRA adapters": "lora_request" in NOT_BUILT_REQUEST_FIELDS,
     "multimodal inputs and their positions": "mm_features" in NOT_BUILT_REQUEST_FIELDS,
     "prompt_logprobs": "prompt_logprobs" in NOT_BUILT_DEFAULTS,
-    "structured output": "structured_outputs" in NOT_BUILT_DEFAULTS,
     "pooling": "pooling_params" in NOT_BUILT_REQUEST_FIELDS,
 }
 

@@ -13,7 +13,6 @@ from jaxrunner.errors import AdmissionError, NotBuiltError
     [
         ("n", 2),
         ("prompt_logprobs", 1),
-        ("structured_outputs", object()),
     ],
 )
 def test_what_is_not_built_raises_and_names_itself(name, value):

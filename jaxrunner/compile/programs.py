@@ -14,6 +14,7 @@ from jaxrunner.compile.buckets import Bucket, Tier
 from jaxrunner.compile.ladder import FUSED_REQS, Ladder, geometric
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation
+from jaxrunner.sampling.packed_bits import num_words
 from jaxrunner.stages.inputs import step_layout
 from jaxrunner.stages.step import begin_step, finish_step, step
 from jaxrunner.state.admission import ENTRIES_PER_CALL, admit_layout, apply_admit
@@ -27,7 +28,8 @@ ADMIT_FIRST, ADMIT_FACTOR = 128, 8
 @dataclasses.dataclass(frozen=True)
 class Program:
     """kind "step": a whole fused greedy decode in `bucket`. "begin": the first three stages of any other step, without
-    a tier. "finish": sample and commit for `size` requests at `tier`. "admit": rows and prompts, `size` tokens.
+    a tier. "finish": sample and commit for `size` requests at `tier`, under the masks of their grammars; what forbids
+    nothing is a mask too, so no other program is there for it. "admit": rows and prompts, `size` tokens.
     "moves": KV blocks zeroed and copied, `size` of each.
     """
 
@@ -74,11 +76,12 @@ class ProgramSet:
         moves = Program("moves", size=MOVES_PER_CALL)
         return [*admits, *first, *finishes, moves, *dict.fromkeys(self.first(bucket) for bucket in decodes)]
 
-    def first(self, bucket: Bucket) -> Program:
+    def first(self, bucket: Bucket, *, has_grammar: bool = False) -> Program:
         """What a step in `bucket` begins with: the fused step of a greedy decode of up to FUSED_REQS requests, else the
-        first half, which every tier shares and `finish` completes. With `jax_debug_nans` on nothing is fused, so that
-        the hidden states are a result, which JAX looks at."""
-        fused = bucket.num_reqs <= FUSED_REQS and not jax.config.jax_debug_nans
+        first half, which every tier shares and `finish` completes. has_grammar: masks come while the first half runs,
+        so nothing is fused. With `jax_debug_nans` on neither, so that the hidden states are a result, which JAX looks
+        at."""
+        fused = bucket.num_reqs <= FUSED_REQS and not has_grammar and not jax.config.jax_debug_nans
         if bucket.kind == "decode" and bucket.tier == "greedy" and fused:
             return Program("step", bucket)
         return Program("begin", bucket.replace(tier="greedy"))
@@ -130,9 +133,8 @@ class ProgramSet:
         if program.kind == "moves":
             return apply_moves, (self._state, _vector(move_layout()))
         if program.kind == "finish":
-            options: dict[str, Any] = {"tier": program.tier, "num_reqs": program.size}
-            finish = functools.partial(finish_step, self.model, implementation=self.implementation, **options)
-            return finish, (self._weights, self._state, self._pending)
+            mask = jax.ShapeDtypeStruct((program.size, num_words(self.model.vocab_size)), jnp.uint32)
+            return self._finish(program), (self._weights, self._state, self._pending, mask)
         assert program.bucket is not None
         upload = _vector(self.step_layout(program.bucket))
         run = self._begin(program.bucket) if program.kind == "begin" else self._step(program.bucket)
@@ -149,6 +151,15 @@ class ProgramSet:
 
     def _step(self, bucket: Bucket):
         return functools.partial(step, self.model, bucket=bucket, implementation=self.implementation)
+
+    def _finish(self, program: Program):
+        options: dict[str, Any] = {"tier": program.tier, "num_reqs": program.size}
+        options["implementation"] = self.implementation
+
+        def finish(weights, state, pending, grammar_bitmask):
+            return finish_step(self.model, weights, state, pending, grammar_bitmask=grammar_bitmask, **options)
+
+        return finish
 
     def _begin(self, bucket: Bucket):
         return functools.partial(

@@ -12,7 +12,7 @@ from flax import struct
 from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
 from jaxrunner.models import transformer
 from jaxrunner.models.model import Model
-from jaxrunner.sampling.grammar import mask_by_grammar
+from jaxrunner.sampling.grammar import is_allowed, mask_by_grammar
 from jaxrunner.sampling.history import History
 from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxrunner.sampling.sampler import sample_tokens
@@ -27,7 +27,7 @@ class StepOutput(struct.PyTreeNode):
     """sampled_token_ids: i32[B, K + 1], -1 where nothing was sampled. num_sampled: i32[B].
 
     no_id_left: bool[B], requests whose constraints forbid every id: they get no token, and their rows stay as they were
-    before the step. None in tiers without constraints.
+    before the step. None in tiers without constraints if there was no grammar mask.
     logprobs: of the "full" tier, None in the others; junk in rows where nothing was sampled. sampling_mask: u32[B, W],
     of the same tier, see `jaxrunner.sampling.packed_bits`.
     hidden: [T, hidden], final hidden states when the step was asked to return them.
@@ -71,6 +71,8 @@ def sample(
     params = state.sampling.take(rows)
     sampled = sample_tokens(logits, params, requests.seq_lens, tier=tier, history=history)
     samples, no_id_left = requests.samples, sampled.no_id_left
+    if no_id_left is None and grammar_bitmask is not None:
+        no_id_left = ~is_allowed(grammar_bitmask, sampled.token_ids)
     if no_id_left is not None:
         no_id_left &= samples
         samples &= ~no_id_left
