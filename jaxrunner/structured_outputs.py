@@ -16,10 +16,10 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 class StructuredOutputsParams:
     """Exactly one of the first five; names and meanings are vLLM's. The output as a whole must match, and then ends.
 
-    json: a JSON schema, as text or as the value that this text stands for. regex: of the Rust crate `regex`. choice:
-    texts, one of which is the output. grammar: context-free, in Lark or in GBNF (llama.cpp's EBNF). json_object: any
-    JSON object. disable_any_whitespace, whitespace_pattern: JSON without whitespace, or with that of a regex, in place
-    of any whitespace where JSON allows it.
+    json: a JSON schema, as text or as the value that this text stands for. regex: of the Rust crate `regex`, in
+    which \\d, \\w and \\s mean those of all scripts. choice: texts, one of which is the output. grammar: context-free,
+    in Lark or in GBNF (llama.cpp's EBNF). json_object: any JSON object. disable_any_whitespace, whitespace_pattern:
+    JSON without whitespace, or with that of a regex, in place of any whitespace where JSON allows it.
     """
 
     json: str | Mapping[str, Any] | None = None

@@ -137,6 +137,7 @@ class _Run:
 
         config = self.llm.runner.config
         check_token_ids(self.prompt, self.llm.model.vocab_size)
+        self.llm.grammar(self.params)
         if len(self.prompt) > config.max_model_len:
             return  # it will be refused, with the reason
         started = time.perf_counter()

@@ -46,7 +46,7 @@ class Grammar:
         """Complete a mask that the matcher has filled, u32[W]. Sets `error` where there is nothing to go on with."""
         matcher = self.matcher
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-            reason = first_line(matcher.get_error())
+            reason = in_one_line(matcher.get_error())
             if not reason or reason.startswith("NoExtension"):
                 reason = "no text of it begins like this"
             self.error = f"its grammar cannot be followed: {reason}"
@@ -73,9 +73,10 @@ def fill_masks(grammars: Iterable[Grammar | None], num_words: int) -> np.ndarray
     return masks
 
 
-def first_line(text: str) -> str:
-    """An engine's error without the drawings that follow it."""
-    return text.strip().partition("\n")[0]
+def in_one_line(text: str) -> str:
+    """What llguidance says without its drawings."""
+    first, *others = text.strip().splitlines() or [""]
+    return " ".join([first, *(line.strip() for line in others if line.startswith("error:"))])
 
 
 @functools.cache

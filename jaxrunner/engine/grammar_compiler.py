@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxrunner.engine.grammar import Grammar, fill_masks, first_line
+from jaxrunner.engine.grammar import Grammar, fill_masks, in_one_line
 from jaxrunner.errors import AdmissionError
 from jaxrunner.models.tokenizer import Tokenizer
 from jaxrunner.sampling.packed_bits import num_words
@@ -44,7 +44,7 @@ class GrammarCompiler:
         try:
             self._ids = LLTokenizer(tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=self._end_ids)
         except ValueError as error:
-            raise AdmissionError(f"llguidance cannot take this model's tokenizer: {first_line(str(error))}") from error
+            raise AdmissionError(f"llguidance cannot take this model's tokenizer: {in_one_line(str(error))}") from error
         self._compiled = functools.lru_cache(MAX_CACHED)(self._compile)
 
     @property
@@ -75,7 +75,7 @@ class GrammarCompiler:
         except ValueError as raised:
             error = str(raised)
         if error:
-            raise AdmissionError(f"structured_outputs.{params.kind} cannot be compiled: {first_line(error)}")
+            raise AdmissionError(f"structured_outputs.{params.kind} cannot be compiled: {in_one_line(error)}")
         return matcher
 
 

@@ -285,7 +285,7 @@ class LLM:
         request = Request(f"req-{number}", ids, params, eos, text, seed=seed)
         request.logprobs = None if params.logprobs is None else []
         request.sampling_mask = [] if params.return_sampling_mask else None
-        request.grammar = self._grammar(params)
+        request.grammar = self.grammar(params)
         if params.stop_strings:
             request.stops = self._stop_strings(params)
             self._watched.append(request)
@@ -301,8 +301,10 @@ class LLM:
         words = bad_words_token_ids(self.tokenizer, params.bad_words)
         return dataclasses.replace(params, bad_words_token_ids=[*given, *words])
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
-        """The grammar of a new request. A compiler, and what it keeps, belongs to one tokenizer."""
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of params.structured_outputs before the first token, None if there is none. Raises AdmissionError
+        for one that cannot be followed.
+        """
         if params.structured_outputs is None:
             return None
         if self.tokenizer is None:

@@ -147,6 +147,15 @@ def test_only_steps_with_a_structured_request_are_split(runner):
     assert runner.table.entries.keys() <= set(runner.table.programs.all())
 
 
+def test_a_plain_request_in_the_row_of_a_structured_one_needs_no_mask(runner):
+    """One row is released before, one while the new request comes in."""
+    step(runner, plan({"a": 4, "b": 4}, [admit("a", STRUCTURED), admit("b", STRUCTURED)]), {"a": [1], "b": [1]})
+    rows = {runner.rows["a"], runner.rows["b"]}
+    runner.execute_model(plan({}, finished_req_ids={"a"}))
+    run(runner, plan({"c": 4, "d": 4}, [admit("c", GREEDY), admit("d", GREEDY)], finished_req_ids={"b"}))
+    assert {runner.rows["c"], runner.rows["d"]} == rows
+
+
 def test_a_plain_step_uploads_no_mask(runner):
     """What forbids nothing is put on the device once for each size of a batch."""
     seen = []
