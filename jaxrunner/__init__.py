@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "jaxrunner.engine.llm",
     "SamplingParams": "jaxrunner.sampling_params",
+    "StructuredOutputsParams": "jaxrunner.structured_outputs",
     "RequestOutput": "jaxrunner.engine.outputs",
     "CompletionOutput": "jaxrunner.engine.outputs",
     "load": "jaxrunner.models.loading",

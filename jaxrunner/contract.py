@@ -85,6 +85,9 @@ class SchedulerOutput:
     anything is added; may contain an id that is also new (abort and resubmission under one id).
     preempted_req_ids: their rows are freed like those of finished requests. new_block_ids_to_zero: allocator blocks
     zeroed before the forward pass; kv_cache_block_copies: copies made after that and before the forward pass.
+    has_structured_output_requests: a request of the plan has structured_outputs; pending_structured_output_tokens: the
+    mask of one needs a token that is still on its way. They are the scheduler's word to the engine, which takes earlier
+    results before it calls `sample_tokens`; a runner knows its requests and misses no mask silently.
     """
 
     scheduled_new_reqs: list[NewRequestData] = dataclasses.field(default_factory=list)
@@ -116,7 +119,11 @@ class SchedulerOutput:
 
 @dataclasses.dataclass
 class GrammarOutput:
-    """grammar_bitmask: i32[rows, ceil(vocab / 32)], bit set = allowed, lowest bit first; rows grouped per request."""
+    """Masks of requests with structured_outputs, one row each.
+
+    grammar_bitmask: i32[rows, ceil(vocab / 32)], bit set = allowed, lowest bit first, in the order of
+    structured_output_request_ids. Never written after it was given to a runner.
+    """
 
     structured_output_request_ids: list[str]
     grammar_bitmask: np.ndarray

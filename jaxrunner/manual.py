@@ -65,6 +65,8 @@ def admit(
         ids = check_token_ids(prompt, vocab_size)
         if len(ids) >= state.max_model_len:
             raise AdmissionError(f"a prompt of {len(ids)} tokens leaves no room in max_model_len {state.max_model_len}")
+        if request.structured_outputs is not None:
+            raise AdmissionError("by hand a grammar's mask is an argument of the step: step(..., grammar_bitmask=mask)")
         check_lists(
             request,
             eos_token_ids,

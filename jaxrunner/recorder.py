@@ -32,6 +32,7 @@ from jaxrunner.errors import CheckpointError
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.custom_attention import described, from_described
 from jaxrunner.runner.device_runner import DeviceRunner
+from jaxrunner.runner.grammar import no_grammar
 from jaxrunner.sampling.custom import CustomSampling
 from jaxrunner.stages.sample import StepOutput
 from jaxrunner.stages.step import Pending
@@ -96,7 +97,8 @@ class FlightRecorder:
             self._write({"weights": "replaced"})
         self._calls, self._left = self._calls + 1, self._left - 1
         call = {"call": self._calls, "program": dataclasses.asdict(entry.program)}
-        self._write({**call, "args": [_describe(a, self._weights) for a in args]})
+        free = tuple(self._runner.no_grammar.values())
+        self._write({**call, "args": [_describe(a, self._weights, free) for a in args]})
         try:
             result = self._original(entry, *args)
         except Exception as error:
@@ -260,6 +262,8 @@ class _Player:
         program = Program(bucket=Bucket(**bucket) if bucket else None, **fields)
         pending = self.pending and (self.pending if program.kind == "prompt" else self.pending.last_tokens)
         known = {"weights": self.weights, "state": self.state, "pending": pending, "none": None}
+        if "no_grammar" in line["args"]:
+            known["no_grammar"] = no_grammar(program.size, self.model.vocab_size)
         args = [known[a] if isinstance(a, str) else _array(a) for a in line["args"]]
         result = self.table.call(self.table.get(program), *args)
         self.state, output = (result, None) if isinstance(result, RunnerState) else result
@@ -286,7 +290,7 @@ class _Player:
             self.differences.append(f"state at {where}: other bits in {', '.join(other)}")
 
 
-def _describe(value: Any, weights: Any) -> str | dict[str, Any]:
+def _describe(value: Any, weights: Any, free_masks: Sequence[jax.Array]) -> str | dict[str, Any]:
     """An argument of an executable: by name if the replay has it, else its contents."""
     if isinstance(value, RunnerState):
         return "state"
@@ -296,6 +300,8 @@ def _describe(value: Any, weights: Any) -> str | dict[str, Any]:
         return "weights"
     if value is None:
         return "none"
+    if any(value is mask for mask in free_masks):
+        return "no_grammar"
     array = host_view(value)
     return {"dtype": array.dtype.name, "shape": list(array.shape), "data": base64.b64encode(raw_bytes(array)).decode()}
 

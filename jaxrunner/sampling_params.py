@@ -15,10 +15,10 @@ import numpy as np
 from jaxrunner.compile.buckets import Feature, Tier, lowest_tier
 from jaxrunner.errors import AdmissionError, NotBuiltError
 from jaxrunner.sampling.temperature import GREEDY_BELOW
+from jaxrunner.structured_outputs import StructuredOutputsParams
 
 NOT_BUILT_DEFAULTS: dict[str, Any] = {
     "n": 1,
-    "structured_outputs": None,
 }
 """Parameters of vLLM's class that are known but not built, with the value that asks for nothing."""
 
@@ -55,6 +55,7 @@ class SamplingParams:
     filters. A request whose constraints leave no id at all ends with an error of its own.
     extra_args: for the user's logits processors and sampler (`jaxrunner.sampling.custom`): the name of each that is to
     serve this request -> {array name: value}, {} for its defaults.
+    structured_outputs: what the output's text must look like; an engine masks every token's logits for it.
     The remaining parameters are accepted only with the value that asks for nothing: anything else raises
     NotBuiltError, so that no option is silently ignored.
     """
@@ -86,7 +87,7 @@ class SamplingParams:
     n: int = 1
     prompt_logprobs: int | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
@@ -101,6 +102,8 @@ class SamplingParams:
         self._check_penalties()
         self._check_lists()
         object.__setattr__(self, "extra_args", _extra_args(self.extra_args))
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise AdmissionError(f"structured_outputs is {self.structured_outputs!r}, no StructuredOutputsParams")
         for name, nothing in NOT_BUILT_DEFAULTS.items():
             value = getattr(self, name)
             if value != nothing:

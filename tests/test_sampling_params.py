@@ -12,7 +12,6 @@ from jaxrunner.errors import AdmissionError, NotBuiltError
     ("name", "value"),
     [
         ("n", 2),
-        ("structured_outputs", object()),
     ],
 )
 def test_what_is_not_built_raises_and_names_itself(name, value):

@@ -16,6 +16,7 @@ from jaxrunner.models.model import Model
 from jaxrunner.pallas.custom_attention import custom
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.sampling.custom import NO_CUSTOM, CustomSampling
+from jaxrunner.sampling.packed_bits import num_words
 from jaxrunner.stages.inputs import step_layout
 from jaxrunner.stages.prompt_logprobs import PROMPT_ROWS, prompt_layout, run_prompt_logprobs
 from jaxrunner.stages.step import begin_step, finish_step, step
@@ -32,7 +33,8 @@ ADMIT_FIRST, ADMIT_FACTOR = 128, 8
 @dataclasses.dataclass(frozen=True)
 class Program:
     """kind "step": a whole fused greedy decode in `bucket`. "begin": the first three stages of any other step, without
-    a tier. "finish": sample and commit for `size` requests at `tier`. "admit": rows and prompts, `size` tokens.
+    a tier. "finish": sample and commit for `size` requests at `tier`, under the masks of their grammars; what forbids
+    nothing is a mask too, so no other program is there for it. "admit": rows and prompts, `size` tokens.
     "moves": KV blocks zeroed and copied, `size` of each. "copy": what has to be kept of `size` preempted rows.
     "prompt": log-probabilities of `size` prompt tokens.
     """
@@ -107,11 +109,12 @@ class ProgramSet:
             largest += [self.finish(most, tier), self.first(ladder.decode_bucket(most, tier))]
         return list(dict.fromkeys([*largest, Program("moves", size=MOVES_PER_CALL), *self.all()]))
 
-    def first(self, bucket: Bucket) -> Program:
+    def first(self, bucket: Bucket, *, has_grammar: bool = False) -> Program:
         """What a step in `bucket` begins with: the fused step of a greedy decode of up to FUSED_REQS requests, else the
-        first half, which every tier shares and `finish` completes. With `jax_debug_nans` on nothing is fused, so that
-        the hidden states are a result, which JAX looks at."""
-        fused = bucket.num_reqs <= FUSED_REQS and not jax.config.jax_debug_nans
+        first half, which every tier shares and `finish` completes. has_grammar: masks come while the first half runs,
+        so nothing is fused. With `jax_debug_nans` on neither, so that the hidden states are a result, which JAX looks
+        at."""
+        fused = bucket.num_reqs <= FUSED_REQS and not has_grammar and not jax.config.jax_debug_nans
         if bucket.kind == "decode" and bucket.tier == "greedy" and fused:
             return Program("step", bucket)
         return Program("begin", bucket.replace(tier="greedy"))
@@ -186,9 +189,8 @@ class ProgramSet:
         if program.kind == "copy":
             return copy_rows, (self._state, jax.ShapeDtypeStruct((program.size,), jnp.int32))
         if program.kind == "finish":
-            options: dict[str, Any] = {"tier": program.tier, "num_reqs": program.size, "custom": self.custom}
-            finish = functools.partial(finish_step, self.model, implementation=self.implementation, **options)
-            return finish, (self._weights, self._state, self._pending.last_tokens)
+            mask = jax.ShapeDtypeStruct((program.size, num_words(self.model.vocab_size)), jnp.uint32)
+            return self._finish(program), (self._weights, self._state, self._pending.last_tokens, mask)
         if program.kind == "prompt":
             run = functools.partial(run_prompt_logprobs, self.model, num_rows=program.size)
             return run, (self._weights, self._state, self._pending, _vector(prompt_layout(program.size)))
@@ -209,6 +211,15 @@ class ProgramSet:
     def _step(self, bucket: Bucket):
         options: dict[str, Any] = {"logits_processors": self.custom.logits_processors, "sampler": self.custom.sampler}
         return functools.partial(step, self.model, bucket=bucket, implementation=self.implementation, **options)
+
+    def _finish(self, program: Program):
+        options: dict[str, Any] = {"tier": program.tier, "num_reqs": program.size, "custom": self.custom}
+        options["implementation"] = self.implementation
+
+        def finish(weights, state, pending, grammar_bitmask):
+            return finish_step(self.model, weights, state, pending, grammar_bitmask=grammar_bitmask, **options)
+
+        return finish
 
     def _begin(self, bucket: Bucket):
         return functools.partial(

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from jaxrunner.engine.grammar import Grammar
 from jaxrunner.engine.outputs import Logprob
 from jaxrunner.engine.prefix_hash import HashChain
 from jaxrunner.engine.stop_strings import StopStrings
@@ -21,6 +22,7 @@ class Request:
     output_token_ids: what it has generated so far; for a running request the engine's columns are ahead of it until
     `Scheduler.sync`. finish_reason: None, "stop" (an end id or string; stop_reason says which of the user's, None for
     the model's own), "length", "abort" or "error" (error says what). stops: looks for its stop strings, if it has some.
+    grammar: of its structured_outputs, in the state that its output has come to.
     logprobs, sampling_mask: one entry a token, None if not asked for. prompt_logprobs, prompt_token_id_logprobs: one
     entry a token of the prompt once they have arrived, before that only the first one's None. num_cached_tokens: prompt
     tokens taken from the prefix cache at first admission. hash_chain: of its tokens, made by the scheduler when prefix
@@ -42,6 +44,7 @@ class Request:
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     stops: StopStrings | None = None
+    grammar: Grammar | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     sampling_mask: list[list[int]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None

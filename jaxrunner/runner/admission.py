@@ -18,8 +18,6 @@ NOT_BUILT_STEP_FIELDS = {
     "scheduled_spec_decode_tokens": "speculative decoding",
     "scheduled_encoder_inputs": "multimodal inputs",
     "free_encoder_mm_hashes": "multimodal inputs",
-    "has_structured_output_requests": "structured output",
-    "pending_structured_output_tokens": "structured output",
     "num_invalid_spec_tokens": "speculative decoding",
     "num_spec_tokens_to_schedule": "speculative decoding",
     "kv_connector_metadata": "KV connectors",

@@ -11,19 +11,21 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from jaxrunner.compile.buckets import Tier
+from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
 from jaxrunner.compile.executable_cache import open_cache
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.compile.programs import COPY, Program, ProgramSet
 from jaxrunner.compile.table import BucketTable
 from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from jaxrunner.errors import AdmissionError, CapacityError, NotBuiltError
+from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.models.model import Model
 from jaxrunner.runner.admission import check_block_lists, check_new_request, check_scheduler_output
 from jaxrunner.runner.batch_order import sort_requests
 from jaxrunner.runner.config import RunnerConfig, empty_state
+from jaxrunner.runner.grammar import check_grammar_output, no_grammar, step_bitmask
 from jaxrunner.runner.host_rows import HostRows
 from jaxrunner.runner.kept_arrays import KeptArrays
 from jaxrunner.runner.output import Asked, AsyncOutput
@@ -47,8 +49,11 @@ from jaxrunner.state.runner_state import RunnerState
 
 
 class Parked(NamedTuple):
-    """A step between `execute_model` and `sample_tokens`. output is set when the whole step was launched. prompt: the
-    tokens of prompts that are to be scored."""
+    """A step between `execute_model` and `sample_tokens`. output is set when the whole step was launched.
+
+    prompt: the tokens of prompts that are to be scored. is_structured, samples: bool[B], requests with
+    structured_outputs, and those that get a token.
+    """
 
     req_ids: list[str]
     tier: Tier
@@ -56,6 +61,8 @@ class Parked(NamedTuple):
     pending: Pending | None
     asked: Asked
     prompt: AskedTokens | None
+    is_structured: np.ndarray
+    samples: np.ndarray
 
 
 class DeviceRunner:
@@ -84,6 +91,7 @@ class DeviceRunner:
         self._num_admitted = 0
         self._parked: Parked | None = None
         self._kept = KeptArrays(self.state.sampling.custom)
+        self.no_grammar: dict[int, jax.Array] = {}  # by rows; see `runner.grammar.no_grammar`
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Apply the plan and launch its forward pass. Returns None, and `sample_tokens` completes the step; or, for
@@ -109,17 +117,29 @@ class DeviceRunner:
         return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput:
-        """Complete the step that `execute_model` launched. With async_scheduling the result is still on its way."""
+        """Complete the step that `execute_model` launched. With async_scheduling the result is still on its way.
+
+        grammar_output: the masks of all requests with structured_outputs that get a token in this step, in any order.
+        They are needed only now, so fill them while the forward pass runs. Raises AdmissionError where one is missing
+        or has no such request; the step then still waits, for masks that fit.
+        """
         if self._parked is None:
             raise RuntimeError("sample_tokens without a step; call execute_model first")
-        if grammar_output is not None:
-            raise NotBuiltError("structured output is not built: no request of this step can need a grammar mask")
-        parked, self._parked = self._parked, None
+        parked, has_grammar = self._parked, bool(self._parked.is_structured.any())
+        if has_grammar or grammar_output is not None:
+            check_grammar_output(grammar_output, parked.req_ids, parked.is_structured, parked.samples)
+        self._parked = None
         output = parked.output
         if output is None:
             entry = self.table.get(self.table.programs.finish(len(parked.req_ids), parked.tier))
             assert parked.pending is not None
-            self.state, output = self.table.call(entry, self.weights, self.state, parked.pending.last_tokens)
+            masks = grammar_output if has_grammar else None
+            bitmask = self._bitmask(masks, parked.req_ids, entry.program.size)
+            self.state, output = self.table.call(entry, self.weights, self.state, parked.pending.last_tokens, bitmask)
+            if not (
+                has_grammar or Feature.CONSTRAINTS in TIER_FEATURES[parked.tier] or self.config.custom != NO_CUSTOM
+            ):
+                output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
         asked = parked.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
         result = AsyncOutput(parked.req_ids, output, asked)
         return result if self.config.async_scheduling else result.get_output()
@@ -176,16 +196,19 @@ class DeviceRunner:
         if len(inputs.block_writes) > block_write_capacity(bucket, self.groups):
             self._apply_admissions([AdmitEntry(row=0, block_writes=inputs.block_writes)])
             inputs = dataclasses.replace(inputs, block_writes=no_block_writes())
-        entry = self.table.get(programs.first(bucket), real_tokens=inputs.num_tokens)
+        rows = inputs.idx_mapping
+        is_structured = self._host.is_structured[rows]
+        first = programs.first(bucket, has_grammar=bool(is_structured.any()))
+        entry = self.table.get(first, real_tokens=inputs.num_tokens)
         assert entry.program.bucket is not None
         upload = inputs.pack(entry.program.bucket)
         self.state, result = self.table.call(entry, self.weights, self.state, upload)
         fused = entry.program.kind == "step"
-        rows = inputs.idx_mapping
         prompt = self._prompt_tokens(rows, inputs.num_scheduled_tokens)
-        self._host.advance(inputs.idx_mapping, inputs.num_scheduled_tokens)
+        samples = self._host.advance(rows, inputs.num_scheduled_tokens)
         asked = Asked(self._host.num_logprobs[rows], self._host.num_listed[rows], self._host.wants_mask(rows))
-        return Parked(req_ids, inputs.tier, result if fused else None, None if fused else result, asked, prompt)
+        pending, output = (None, result) if fused else (result, None)
+        return Parked(req_ids, inputs.tier, output, pending, asked, prompt, is_structured, samples)
 
     def _prompt_tokens(self, rows: np.ndarray, counts: np.ndarray) -> AskedTokens | None:
         if not len(self._prompts):
@@ -204,6 +227,16 @@ class DeviceRunner:
             found.append(scores)
         piece = Piece(found, len(tokens.tokens), *self._prompts.most(parked.req_ids, tokens)) if found else None
         return parked.asked._replace(piece=piece, prompts=tuple(self._prompts.take(parked.req_ids, tokens, piece)))
+
+    def _bitmask(
+        self, grammar_output: GrammarOutput | None, req_ids: list[str], num_rows: int
+    ) -> np.ndarray | jax.Array:
+        """The mask of the step's rows. What forbids nothing lives on the device: most steps upload no mask."""
+        if grammar_output is not None:
+            return step_bitmask(grammar_output, req_ids, num_rows=num_rows, vocab_size=self.model.vocab_size)
+        if num_rows not in self.no_grammar:
+            self.no_grammar[num_rows] = jax.device_put(no_grammar(num_rows, self.model.vocab_size))
+        return self.no_grammar[num_rows]
 
     def _apply_admissions(self, entries: list[AdmitEntry]) -> None:
         programs = self.table.programs

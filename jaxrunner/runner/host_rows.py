@@ -21,7 +21,8 @@ class HostRows:
     num_blocks: i32[rows, G], kernel blocks in the row's tables. computed: tokens that were scheduled. known: tokens
     that the device has or will have sampled when the steps so far are done. features: bits of
     `Feature`. num_logprobs, num_listed: best ids asked for, or NO_LOGPROBS, and ids listed. num_prompt_scores: tokens
-    of the prompt that are to be scored, 0 for none. widths: columns of each group's table.
+    of the prompt that are to be scored, 0 for none. is_structured: bool[rows], requests with structured_outputs.
+    widths: columns of each group's table.
     """
 
     def __init__(self, num_rows: int, groups: Sequence[KVGroup], widths: Sequence[int], max_model_len: int):
@@ -35,6 +36,7 @@ class HostRows:
         self.num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
         self.num_listed = np.zeros(num_rows, np.int32)
         self.num_prompt_scores = np.zeros(num_rows, np.int32)
+        self.is_structured = np.zeros(num_rows, bool)
         self._sizes = np.array([g.block_size for g in groups], np.int32)
 
     def occupy(
@@ -56,12 +58,14 @@ class HostRows:
             self.num_logprobs[row] = vocab_size if asked < 0 else min(asked, vocab_size)
             self.num_listed[row] = len(params.logprob_token_ids or ())
         self.num_prompt_scores[row] = num_prompt_scores
+        self.is_structured[row] = params.structured_outputs is not None
 
     def clear(self, row: int) -> None:
         """The row's request is gone."""
         self.num_blocks[row] = self.computed[row] = self.known[row] = self.features[row] = 0
         self.num_logprobs[row] = NO_LOGPROBS
         self.num_listed[row] = self.num_prompt_scores[row] = 0
+        self.is_structured[row] = False
 
     def tier_of(self, rows: np.ndarray) -> Tier:
         """The tier that serves all of `rows`."""
@@ -85,10 +89,13 @@ class HostRows:
             parts.append(part)
         return np.concatenate(parts)
 
-    def advance(self, rows: np.ndarray, counts: np.ndarray) -> None:
-        """Count a step that was launched: its tokens, and one more known token for each row that samples."""
+    def advance(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Count a step that was launched: its tokens, and one more known token for each row that samples. Returns which
+        do, bool[len(rows)]."""
         self.computed[rows] += counts
-        self.known[rows] += self.computed[rows] == self.known[rows]
+        samples = self.computed[rows] == self.known[rows]
+        self.known[rows] += samples
+        return samples
 
     def check_widths(self, req_id: str, row: int, block_ids: Iterable[Sequence[int]]) -> None:
         """Raises AdmissionError if the row's tables have no room for more blocks. row: 0 for a new request."""

@@ -15,7 +15,7 @@ from jaxrunner.compile.buckets import Tier
 from jaxrunner.models import transformer
 from jaxrunner.models.model import Model
 from jaxrunner.sampling.custom import NO_CUSTOM, CustomRun, CustomSampling, SamplingContext
-from jaxrunner.sampling.grammar import mask_by_grammar
+from jaxrunner.sampling.grammar import is_allowed, mask_by_grammar
 from jaxrunner.sampling.history import History
 from jaxrunner.sampling.logprobs import TokenLogprobs
 from jaxrunner.sampling.nans import count_nans
@@ -31,9 +31,9 @@ class StepOutput(struct.PyTreeNode):
     """sampled_token_ids: i32[B, K + 1], -1 where nothing was sampled. num_sampled: i32[B].
 
     no_id_left: bool[B], requests whose constraints forbid every id, or whose custom sampler took a forbidden one: they
-    get no token, and their rows stay as they were before the step. None where there are neither. num_nans: i32[B], of
-    each request's logits; None unless `Reports.nan_check` asks. failed_by_nan: bool[B], requests with some, treated
-    likewise; None unless it says "fail".
+    get no token, and their rows stay as they were before the step. None where there are neither, nor a grammar mask.
+    num_nans: i32[B], of each request's logits; None unless `Reports.nan_check` asks. failed_by_nan: bool[B], requests
+    with some, treated likewise; None unless it says "fail".
     logprobs: of the tiers that have them, None in the others; junk in rows where nothing was sampled. sampling_mask:
     u32[B, W], likewise, see `jaxrunner.sampling.packed_bits`.
     hidden: [T, hidden], final hidden states, and scores: f32[B, vocab], softmax(scores) being what each token was drawn
@@ -86,6 +86,8 @@ def sample(
     run = _custom_run(state, requests, history, params.seed, custom)
     sampled = sample_tokens(logits, params, requests.seq_lens, tier=tier, history=history, custom=run)
     samples, no_id_left, num_nans, failed_by_nan = requests.samples, sampled.no_id_left, None, None
+    if no_id_left is None and grammar_bitmask is not None:
+        no_id_left = ~is_allowed(grammar_bitmask, sampled.token_ids)
     if no_id_left is not None:
         no_id_left &= samples
         samples &= ~no_id_left

@@ -767,4 +767,74 @@ CACHE = (
     ),
 )
 
-MUTATIONS: tuple[Mutation, ...] = PADDING + RANDOMNESS + ROW_FIELDS + CUSTOM + CONSTRAINTS + FLOAT8 + LADDERS + CACHE
+GRAMMAR = "tests/runner/test_grammar.py::"
+STRUCTURED = "tests/engine/test_structured_outputs.py::"
+GRAMMARS = (
+    Mutation(
+        "grammar: rows without a mask may take nothing",
+        "runner/grammar.py",
+        "np.full((num_rows, num_words(vocab_size)), ~np.uint32(0), np.uint32)",
+        "np.zeros((num_rows, num_words(vocab_size)), np.uint32)",
+        (GRAMMAR + "test_k072_a_plain_request_beside_a_structured_one_is_free",),
+    ),
+    Mutation(
+        "grammar: masks are those of the first rows",
+        "runner/grammar.py",
+        "rows = [place[req_id] for req_id in grammar_output.structured_output_request_ids]",
+        "rows = [i for i, _ in enumerate(grammar_output.structured_output_request_ids)]",
+        (GRAMMAR + "test_k070_a_mask_finds_its_row_by_its_request",),
+    ),
+    Mutation(
+        "grammar: ids past a narrow mask may be taken",
+        "runner/grammar.py",
+        "bitmask[rows] = 0",
+        "bitmask[rows] = ~np.uint32(0)",
+        (GRAMMAR + "test_k071_a_wider_mask_is_cut_and_a_narrower_one_forbids_the_rest",),
+    ),
+    Mutation(
+        "grammar: a structured decode is fused",
+        "compile/programs.py",
+        "bucket.num_reqs <= FUSED_REQS and not has_grammar and not",
+        "bucket.num_reqs <= FUSED_REQS and not",
+        (GRAMMAR + "test_k070_a_mask_finds_its_row_by_its_request",),
+    ),
+    Mutation(
+        "grammar: a mask without an id gives the first id",
+        "stages/sample.py",
+        "no_id_left = ~is_allowed(grammar_bitmask, sampled.token_ids)",
+        "no_id_left = jnp.zeros_like(samples)",
+        (GRAMMAR + "test_a_request_whose_mask_leaves_no_id_fails_alone[params0]",),
+    ),
+    Mutation(
+        "host rows: a row stays structured",
+        "runner/host_rows.py",
+        "self.is_structured[row] = params.structured_outputs is not None",
+        "self.is_structured[row] |= params.structured_outputs is not None",
+        (GRAMMAR + "test_a_plain_request_in_the_row_of_a_structured_one_needs_no_mask",),
+    ),
+    Mutation(
+        "columns: a slot stays structured",
+        "engine/scheduler.py",
+        "columns.structured[slot] = request.grammar is not None",
+        "columns.structured[slot] |= request.grammar is not None",
+        (STRUCTURED + "test_masks_are_filled_while_the_forward_pass_runs",),
+    ),
+    Mutation(
+        "engine: a mask does not wait for the token before it",
+        "engine/llm.py",
+        "while plan.pending_structured_output_tokens and self._in_flight:",
+        "while False:",
+        (STRUCTURED + "test_masks_are_filled_while_the_forward_pass_runs",),
+    ),
+    Mutation(
+        "grammar: a request that no id ends may end",
+        "engine/grammar.py",
+        "elif not self._may_end:",
+        "elif False:",
+        ("tests/engine/test_grammar.py::test_without_an_end_id_the_grammar_is_over_when_nothing_may_follow",),
+    ),
+)
+
+MUTATIONS: tuple[Mutation, ...] = (
+    PADDING + RANDOMNESS + ROW_FIELDS + CUSTOM + CONSTRAINTS + FLOAT8 + LADDERS + CACHE + GRAMMARS
+)

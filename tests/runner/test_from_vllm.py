@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrunner import SamplingParams, prepare_inputs
+from jaxrunner import SamplingParams, StructuredOutputsParams, prepare_inputs
 from jaxrunner.errors import NotBuiltError
 from jaxrunner.runner.from_vllm import scheduler_output_from_vllm
 from tests.runner.plans import run
@@ -94,6 +94,20 @@ def test_parameters_carry_over():
     source.scheduled_new_reqs[0].sampling_params = vllm_params(**fields)
     params = scheduler_output_from_vllm(source).scheduled_new_reqs[0].sampling_params
     assert params == SamplingParams(temperature=0.7, seed=3, max_tokens=20, **fields)
+
+
+def test_structured_outputs_carry_over():
+    """vLLM's object holds the name of its backend and other things as well."""
+    other = dict(json=None, regex=None, grammar=None, json_object=None, disable_fallback=False, _backend="guidance")
+    other |= dict(disable_any_whitespace=False, whitespace_pattern=None, disable_additional_properties=False)
+    source = recorded(0)
+    given = vllm_params(structured_outputs=SimpleNamespace(choice=["a", "b"], structural_tag=None, **other))
+    source.scheduled_new_reqs[0].sampling_params = given
+    params = scheduler_output_from_vllm(source).scheduled_new_reqs[0].sampling_params
+    assert params.structured_outputs == StructuredOutputsParams(choice=("a", "b"))
+    given.structured_outputs = SimpleNamespace(structural_tag="{}", choice=None, **other)
+    with pytest.raises(NotBuiltError, match="structural_tag"):
+        scheduler_output_from_vllm(source)
 
 
 @pytest.mark.parametrize("field", ["encoder_input_updates", "has_sync_kv_loads", "aux_output_connector_metadata"])

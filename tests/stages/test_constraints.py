@@ -134,7 +134,7 @@ def test_a_grammar_mask_comes_before_everything():
 @pytest.mark.parametrize(("vocab", "words"), [(70, 3), (70, 2), (33, 4), (1, 1)])
 def test_bits_of_a_mask_are_those_of_numpy(vocab, words):
     """Fewer words than the vocabulary needs: the rest is forbidden. More: padding, which is cut off."""
-    from jaxrunner.sampling.grammar import mask_by_grammar
+    from jaxrunner.sampling.grammar import is_allowed, mask_by_grammar
 
     rng = np.random.default_rng(vocab)
     bits = rng.random((5, words * 32)) < 0.5
@@ -143,6 +143,9 @@ def test_bits_of_a_mask_are_those_of_numpy(vocab, words):
     expected = np.pad(bits, ((0, 0), (0, max(0, vocab - words * 32))))[:, :vocab]
     np.testing.assert_array_equal(result == 0, expected)
     assert (np.isneginf(result) != expected).all()
+    chosen = rng.integers(vocab, size=5, dtype=np.int32)
+    found = np.asarray(is_allowed(jnp.asarray(packed), jnp.asarray(chosen)))
+    np.testing.assert_array_equal(found, expected[np.arange(5), chosen])
     np.testing.assert_array_equal(
         np.asarray(pack_bits(jnp.asarray(expected))),
         np.packbits(np.pad(expected, ((0, 0), (0, -vocab % 32))), axis=1, bitorder="little").view(np.uint32),
