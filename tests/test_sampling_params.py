@@ -119,5 +119,5 @@ def test_every_field_is_used_or_listed_as_not_built():
     used |= {"repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "allowed_token_ids"}
     used |= {"logprob_token_ids", "prompt_logprobs", "prompt_logprob_token_ids"}
     used |= {"bad_words", "bad_words_token_ids", "thinking_token_budget", "replay_token_ids", "return_sampling_mask"}
-    used |= {"extra_args"}
+    used |= {"extra_args", "structured_outputs"}
     assert {f.name for f in dataclasses.fields(SamplingParams)} == used | set(NOT_BUILT_DEFAULTS)

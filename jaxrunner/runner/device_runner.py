@@ -31,6 +31,7 @@ from jaxrunner.runner.kept_arrays import KeptArrays
 from jaxrunner.runner.output import Asked, AsyncOutput
 from jaxrunner.runner.prompt_reports import AskedTokens, Piece, PromptReport, PromptReports, asked_tokens
 from jaxrunner.runner.rows import RowMap
+from jaxrunner.sampling.custom import NO_CUSTOM
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.stages.inputs import StepInput, block_write_capacity
 from jaxrunner.stages.prompt_logprobs import prompt_layout
