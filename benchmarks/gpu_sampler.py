@@ -30,8 +30,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import report  # noqa: E402
 from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier  # noqa: E402
+from jaxrunner.sampling.grammar import mask_by_grammar  # noqa: E402
 from jaxrunner.sampling.history import History  # noqa: E402
 from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs  # noqa: E402
+from jaxrunner.sampling.packed_bits import pack_bits  # noqa: E402
 from jaxrunner.sampling.sampler import Sampled, sample_tokens  # noqa: E402
 from jaxrunner.sampling_params import SamplingParams  # noqa: E402
 from jaxrunner.state.fields import REQUEST_FIELDS  # noqa: E402
@@ -56,7 +58,8 @@ FILTERS = {"top_k": 50, "top_p": 0.9}
 @dataclasses.dataclass(frozen=True)
 class Case:
     """request: what every request asks for, by the names of `SamplingParams`. less: the case that `adds` compares with.
-    floor: passes over the float32 logits that cannot be spared. peer: us at batch 256. tier: if not the lowest.
+    floor: passes over the float32 logits that cannot be spared. peer: us at batch 256. tier: if not the lowest. allows:
+    part of the ids that a grammar's mask leaves; None for no mask at all, as in a fused step.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Case:
     floor: float = 1.0
     peer: float | None = None
     tier: Tier | None = None
+    allows: float | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -105,6 +109,9 @@ CASES = (
         "temperature_top_k_top_p_penalties",
         3.0,
     ),
+    Case("greedy/mask_of_all", {"temperature": 0.0}, "greedy", allows=1.0),
+    Case("greedy/mask_of_few", {"temperature": 0.0}, "greedy", allows=0.01),
+    Case("temperature/mask_of_few", {"temperature": 0.8}, "temperature", allows=0.01),
     Case("greedy/in_constrained", {"temperature": 0.0}, "greedy", tier="constrained"),
     Case("greedy/in_full", {"temperature": 0.0}, "greedy", tier="full"),
 )
@@ -112,7 +119,7 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """CALLS batches of logits, and one batch of requests."""
+    """CALLS batches of logits, and one batch of requests. allowed: of their grammars, the bits of bitmask."""
 
     logits: list[jax.Array]
     params: SamplingState
@@ -120,6 +127,8 @@ class Inputs:
     history: History
     tokens: np.ndarray
     prompt_len: np.ndarray
+    allowed: np.ndarray
+    bitmask: jax.Array | None
 
 
 def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
@@ -138,6 +147,7 @@ def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
         records.append(record[len(REQUEST_FIELDS) :])
         lists[row, writes[:, 0]] = writes[:, 1]
     tokens = np.minimum(rng.zipf(1.3, (batch, width)), vocab) - 1
+    allowed = rng.random((batch, vocab)) < (1.0 if case.allows is None else case.allows)
     return Inputs(
         logits,
         SamplingState(jnp.asarray(np.stack(records)), jnp.asarray(lists)),
@@ -145,12 +155,16 @@ def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
         History(jnp.asarray(tokens, jnp.int32), jnp.arange(batch), jnp.asarray(prompt_len, jnp.int32)),
         tokens,
         prompt_len,
+        allowed,
+        None if case.allows is None else pack_bits(jnp.asarray(allowed)),
     )
 
 
-def sampler(case: Case, logits: jax.Array, params, position, history) -> tuple[Sampled, TokenLogprobs | None]:
+def sampler(case: Case, logits: jax.Array, params, position, history, bitmask) -> tuple[Sampled, TokenLogprobs | None]:
     """What a step does with bfloat16 logits."""
     wide = logits.astype(jnp.float32)
+    if bitmask is not None:
+        wide = mask_by_grammar(wide, bitmask)
     sampled = sample_tokens(wide, params, position, tier=case.runs_in, history=history)
     has_logprobs = Feature.LOGPROBS in TIER_FEATURES[case.runs_in]
     return sampled, token_logprobs(wide, sampled.token_ids) if has_logprobs else None
@@ -163,10 +177,11 @@ def check(case: Case, inputs: Inputs) -> str | None:
     few = inputs.history._replace(rows=inputs.history.rows[rows], prompt_len=inputs.history.prompt_len[rows])
     run = jax.jit(functools.partial(sampler, dataclasses.replace(case, tier="full")))
     arguments = inputs.logits[0][rows], inputs.params.take(jnp.arange(count)), inputs.position[rows], few
+    arguments += (None if inputs.bitmask is None else inputs.bitmask[rows],)
     masks = np.unpackbits(np.asarray(run(*arguments)[0].sampling_mask).view(np.uint8), axis=1, bitorder="little")
     own = jax.jit(functools.partial(sampler, case))(*arguments)[0].token_ids
     for row, token in enumerate(np.asarray(own)):
-        logits = np.asarray(inputs.logits[0][row], np.float64)
+        logits = np.where(inputs.allowed[row], np.asarray(inputs.logits[0][row], np.float64), -np.inf)
         length = int(inputs.position[row])
         known, prompt_len = inputs.tokens[row, :length].tolist(), int(inputs.prompt_len[row])
         stop_ids = list(case.request.get("stop_token_ids", ()))
@@ -196,15 +211,15 @@ def measure(case: Case, batch: int, vocab: int, width: int, times: dict[str, flo
         inputs = build(case, batch, vocab, width)
         if wrong := check(case, inputs):
             return row | {"error": wrong}
-        arguments = (inputs.logits, inputs.params, inputs.position, inputs.history)
+        arguments = (inputs.logits, inputs.params, inputs.position, inputs.history, inputs.bitmask)
 
         @jax.jit
-        def calls(logits, params, position, history):
+        def calls(logits, params, position, history, bitmask):
             outputs = []
             for each in logits:
                 if outputs:
                     each, outputs[-1] = jax.lax.optimization_barrier((each, outputs[-1]))
-                outputs.append(sampler(case, each, params, position, history))
+                outputs.append(sampler(case, each, params, position, history, bitmask))
             return outputs
 
         one = jax.jit(functools.partial(sampler, case)).lower(inputs.logits[0], *arguments[1:]).compile()
