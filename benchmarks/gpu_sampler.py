@@ -30,10 +30,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import report  # noqa: E402
+<<<<<<< HEAD
 from jaxrunner.compile.buckets import Tier  # noqa: E402
 from jaxrunner.sampling.history import History  # noqa: E402
 from jaxrunner.sampling.logprobs import TokenLogprobs  # noqa: E402
 from jaxrunner.sampling.nans import count_nans  # noqa: E402
+=======
+from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier  # noqa: E402
+from jaxrunner.sampling.grammar import mask_by_grammar  # noqa: E402
+from jaxrunner.sampling.history import History  # noqa: E402
+from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs  # noqa: E402
+from jaxrunner.sampling.packed_bits import pack_bits  # noqa: E402
+>>>>>>> grammar
 from jaxrunner.sampling.sampler import Sampled, sample_tokens  # noqa: E402
 from jaxrunner.sampling_params import SamplingParams  # noqa: E402
 from jaxrunner.state.fields import REQUEST_FIELDS  # noqa: E402
@@ -60,8 +68,13 @@ FILTERS = {"top_k": 50, "top_p": 0.9}
 @dataclasses.dataclass(frozen=True)
 class Case:
     """request: what every request asks for, by the names of `SamplingParams`. less: the case that `adds` compares with.
+<<<<<<< HEAD
     floor: passes over the float32 logits that cannot be spared. peer: us at batch 256. tier: if not the lowest.
     reports: what is reported of each token.
+=======
+    floor: passes over the float32 logits that cannot be spared. peer: us at batch 256. tier: if not the lowest. allows:
+    part of the ids that a grammar's mask leaves; None for no mask at all, as in a fused step.
+>>>>>>> grammar
     """
 
     name: str
@@ -70,7 +83,11 @@ class Case:
     floor: float = 1.0
     peer: float | None = None
     tier: Tier | None = None
+<<<<<<< HEAD
     reports: Reports = DEFAULT_REPORTS
+=======
+    allows: float | None = None
+>>>>>>> grammar
 
     @property
     def params(self) -> SamplingParams:
@@ -111,6 +128,9 @@ CASES = (
         "temperature_top_k_top_p_penalties",
         3.0,
     ),
+    Case("greedy/mask_of_all", {"temperature": 0.0}, "greedy", allows=1.0),
+    Case("greedy/mask_of_few", {"temperature": 0.0}, "greedy", allows=0.01),
+    Case("temperature/mask_of_few", {"temperature": 0.8}, "temperature", allows=0.01),
     Case("greedy/in_constrained", {"temperature": 0.0}, "greedy", tier="constrained"),
     Case("greedy/in_full", {"temperature": 0.0}, "greedy", tier="full"),
     Case("logprobs5", {"temperature": 0.8, "logprobs": 5}, "temperature", 2.0),
@@ -130,7 +150,7 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """CALLS batches of logits, and one batch of requests."""
+    """CALLS batches of logits, and one batch of requests. allowed: of their grammars, the bits of bitmask."""
 
     logits: list[jax.Array]
     params: SamplingState
@@ -138,6 +158,8 @@ class Inputs:
     history: History
     tokens: np.ndarray
     prompt_len: np.ndarray
+    allowed: np.ndarray
+    bitmask: jax.Array | None
 
 
 def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
@@ -156,6 +178,7 @@ def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
         records.append(record[len(REQUEST_FIELDS) :])
         lists[row, writes[:, 0]] = writes[:, 1]
     tokens = np.minimum(rng.zipf(1.3, (batch, width)), vocab) - 1
+    allowed = rng.random((batch, vocab)) < (1.0 if case.allows is None else case.allows)
     return Inputs(
         logits,
         SamplingState(jnp.asarray(np.stack(records)), jnp.asarray(lists), reports=case.reports),
@@ -163,15 +186,28 @@ def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
         History(jnp.asarray(tokens, jnp.int32), jnp.arange(batch), jnp.asarray(prompt_len, jnp.int32)),
         tokens,
         prompt_len,
+        allowed,
+        None if case.allows is None else pack_bits(jnp.asarray(allowed)),
     )
 
 
+<<<<<<< HEAD
 def sampler(case: Case, logits: jax.Array, params, position, history) -> tuple[Sampled, jax.Array | None]:
     """What a step does with bfloat16 logits: (tokens and what belongs to them, NaN of each row if they are counted)."""
     wide = logits.astype(jnp.float32)
     counts = case.reports.nan_check != "off"
     num_nans = count_nans(wide, jnp.ones(len(wide), bool)) if counts else None
     return sample_tokens(wide, params, position, tier=case.runs_in, history=history), num_nans
+=======
+def sampler(case: Case, logits: jax.Array, params, position, history, bitmask) -> tuple[Sampled, TokenLogprobs | None]:
+    """What a step does with bfloat16 logits."""
+    wide = logits.astype(jnp.float32)
+    if bitmask is not None:
+        wide = mask_by_grammar(wide, bitmask)
+    sampled = sample_tokens(wide, params, position, tier=case.runs_in, history=history)
+    has_logprobs = Feature.LOGPROBS in TIER_FEATURES[case.runs_in]
+    return sampled, token_logprobs(wide, sampled.token_ids) if has_logprobs else None
+>>>>>>> grammar
 
 
 def check(case: Case, inputs: Inputs) -> str | None:
@@ -181,10 +217,17 @@ def check(case: Case, inputs: Inputs) -> str | None:
     few = inputs.history._replace(rows=inputs.history.rows[rows], prompt_len=inputs.history.prompt_len[rows])
     run = jax.jit(functools.partial(sampler, dataclasses.replace(case, tier="full")))
     arguments = inputs.logits[0][rows], inputs.params.take(jnp.arange(count)), inputs.position[rows], few
+    arguments += (None if inputs.bitmask is None else inputs.bitmask[rows],)
     masks = np.unpackbits(np.asarray(run(*arguments)[0].sampling_mask).view(np.uint8), axis=1, bitorder="little")
+<<<<<<< HEAD
     own = jax.jit(functools.partial(sampler, case))(*arguments)[0]
     for row, token in enumerate(np.asarray(own.token_ids)):
         logits = np.asarray(inputs.logits[0][row], np.float64)
+=======
+    own = jax.jit(functools.partial(sampler, case))(*arguments)[0].token_ids
+    for row, token in enumerate(np.asarray(own)):
+        logits = np.where(inputs.allowed[row], np.asarray(inputs.logits[0][row], np.float64), -np.inf)
+>>>>>>> grammar
         length = int(inputs.position[row])
         known, prompt_len = inputs.tokens[row, :length].tolist(), int(inputs.prompt_len[row])
         stop_ids = list(case.request.get("stop_token_ids", ()))
@@ -234,15 +277,15 @@ def measure(case: Case, batch: int, vocab: int, width: int, times: dict[str, flo
         inputs = build(case, batch, vocab, width)
         if wrong := check(case, inputs):
             return row | {"error": wrong}
-        arguments = (inputs.logits, inputs.params, inputs.position, inputs.history)
+        arguments = (inputs.logits, inputs.params, inputs.position, inputs.history, inputs.bitmask)
 
         @jax.jit
-        def calls(logits, params, position, history):
+        def calls(logits, params, position, history, bitmask):
             outputs = []
             for each in logits:
                 if outputs:
                     each, outputs[-1] = jax.lax.optimization_barrier((each, outputs[-1]))
-                outputs.append(sampler(case, each, params, position, history))
+                outputs.append(sampler(case, each, params, position, history, bitmask))
             return outputs
 
         one = jax.jit(functools.partial(sampler, case)).lower(inputs.logits[0], *arguments[1:]).compile()
