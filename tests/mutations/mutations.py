@@ -505,7 +505,7 @@ CONSTRAINTS = (
         "sampling/penalties.py",
         "is_known, is_output = index < length[:, None],",
         "is_known, is_output = index >= 0 * length[:, None],",
-        (BY_HAND + "test_k063_prompt_and_output_are_told_apart",),
+        (MIXTURE,),
     ),
     Mutation(
         "penalties: the prompt counts as output",
@@ -693,13 +693,6 @@ LOGPROBS = (
         "runner/host_rows.py",
         "self.num_listed[row] = self.num_prompt_scores[row] = 0",
         "self.num_prompt_scores[row] = 0",
-        (PROMPTS + "test_a_row_forgets_what_its_last_owner_asked_for",),
-    ),
-    Mutation(
-        "rows: prompt scores of the last owner are asked for",
-        "runner/host_rows.py",
-        "self.num_listed[row] = self.num_prompt_scores[row] = 0",
-        "self.num_listed[row] = 0",
         (PROMPTS + "test_a_row_forgets_what_its_last_owner_asked_for",),
     ),
     Mutation(
