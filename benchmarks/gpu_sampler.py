@@ -4,11 +4,10 @@
                                      [--history 4096] [--only TEXT]
 
 Logits are random bfloat16, about as wide as a language model's, widened to float32 as the step does. A row names what
-all requests of its batch ask for. It is first checked: tokens of greedy rows, and of all rows with noise and filters
-the ids that they were drawn from, equal the oracle's on the first rows, and so do log-probabilities. Then `us` is the
-device time of one call, all its kernels together (see `benchmarks.report`), and `temp_ratio` the bytes of its
-temporaries over those of the float32 logits. `adds` is what the op costs beside the row before it that lacks it. `peer`
-is vLLM 0.25.1 on the same GPU.
+all requests of its batch ask for. It is first checked on some rows: the ids that a token was drawn from, the token
+itself and log-probabilities are the oracle's. Then `us` is the device time of one call, all its kernels together (see
+`benchmarks.report`), and `temp_ratio` the bytes of its temporaries over those of the float32 logits. `adds` is what the
+op costs beside the row before it that lacks it. `peer` is vLLM 0.25.1 on the same GPU.
 Rows are written as they come; a row is void if anything was compiled while it was timed, or on a CPU, where the
 profiler sees no kernel; `--batch 2 --vocab 300 --history 32` tries everything there.
 """
@@ -30,18 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import report  # noqa: E402
-<<<<<<< HEAD
 from jaxrunner.compile.buckets import Tier  # noqa: E402
+from jaxrunner.sampling.grammar import mask_by_grammar  # noqa: E402
 from jaxrunner.sampling.history import History  # noqa: E402
 from jaxrunner.sampling.logprobs import TokenLogprobs  # noqa: E402
 from jaxrunner.sampling.nans import count_nans  # noqa: E402
-=======
-from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier  # noqa: E402
-from jaxrunner.sampling.grammar import mask_by_grammar  # noqa: E402
-from jaxrunner.sampling.history import History  # noqa: E402
-from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs  # noqa: E402
 from jaxrunner.sampling.packed_bits import pack_bits  # noqa: E402
->>>>>>> grammar
 from jaxrunner.sampling.sampler import Sampled, sample_tokens  # noqa: E402
 from jaxrunner.sampling_params import SamplingParams  # noqa: E402
 from jaxrunner.state.fields import REQUEST_FIELDS  # noqa: E402
@@ -68,13 +61,9 @@ FILTERS = {"top_k": 50, "top_p": 0.9}
 @dataclasses.dataclass(frozen=True)
 class Case:
     """request: what every request asks for, by the names of `SamplingParams`. less: the case that `adds` compares with.
-<<<<<<< HEAD
     floor: passes over the float32 logits that cannot be spared. peer: us at batch 256. tier: if not the lowest.
-    reports: what is reported of each token.
-=======
-    floor: passes over the float32 logits that cannot be spared. peer: us at batch 256. tier: if not the lowest. allows:
-    part of the ids that a grammar's mask leaves; None for no mask at all, as in a fused step.
->>>>>>> grammar
+    reports: what is reported of each token. allows: part of the ids that a grammar's mask leaves; None for no mask at
+    all, as in a fused step.
     """
 
     name: str
@@ -83,11 +72,8 @@ class Case:
     floor: float = 1.0
     peer: float | None = None
     tier: Tier | None = None
-<<<<<<< HEAD
     reports: Reports = DEFAULT_REPORTS
-=======
     allows: float | None = None
->>>>>>> grammar
 
     @property
     def params(self) -> SamplingParams:
@@ -191,23 +177,14 @@ def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
     )
 
 
-<<<<<<< HEAD
-def sampler(case: Case, logits: jax.Array, params, position, history) -> tuple[Sampled, jax.Array | None]:
+def sampler(case: Case, logits: jax.Array, params, position, history, bitmask) -> tuple[Sampled, jax.Array | None]:
     """What a step does with bfloat16 logits: (tokens and what belongs to them, NaN of each row if they are counted)."""
-    wide = logits.astype(jnp.float32)
-    counts = case.reports.nan_check != "off"
-    num_nans = count_nans(wide, jnp.ones(len(wide), bool)) if counts else None
-    return sample_tokens(wide, params, position, tier=case.runs_in, history=history), num_nans
-=======
-def sampler(case: Case, logits: jax.Array, params, position, history, bitmask) -> tuple[Sampled, TokenLogprobs | None]:
-    """What a step does with bfloat16 logits."""
     wide = logits.astype(jnp.float32)
     if bitmask is not None:
         wide = mask_by_grammar(wide, bitmask)
-    sampled = sample_tokens(wide, params, position, tier=case.runs_in, history=history)
-    has_logprobs = Feature.LOGPROBS in TIER_FEATURES[case.runs_in]
-    return sampled, token_logprobs(wide, sampled.token_ids) if has_logprobs else None
->>>>>>> grammar
+    counts = case.reports.nan_check != "off"
+    num_nans = count_nans(wide, jnp.ones(len(wide), bool)) if counts else None
+    return sample_tokens(wide, params, position, tier=case.runs_in, history=history), num_nans
 
 
 def check(case: Case, inputs: Inputs) -> str | None:
@@ -219,15 +196,9 @@ def check(case: Case, inputs: Inputs) -> str | None:
     arguments = inputs.logits[0][rows], inputs.params.take(jnp.arange(count)), inputs.position[rows], few
     arguments += (None if inputs.bitmask is None else inputs.bitmask[rows],)
     masks = np.unpackbits(np.asarray(run(*arguments)[0].sampling_mask).view(np.uint8), axis=1, bitorder="little")
-<<<<<<< HEAD
     own = jax.jit(functools.partial(sampler, case))(*arguments)[0]
     for row, token in enumerate(np.asarray(own.token_ids)):
-        logits = np.asarray(inputs.logits[0][row], np.float64)
-=======
-    own = jax.jit(functools.partial(sampler, case))(*arguments)[0].token_ids
-    for row, token in enumerate(np.asarray(own)):
         logits = np.where(inputs.allowed[row], np.asarray(inputs.logits[0][row], np.float64), -np.inf)
->>>>>>> grammar
         length = int(inputs.position[row])
         known, prompt_len = inputs.tokens[row, :length].tolist(), int(inputs.prompt_len[row])
         stop_ids = list(case.request.get("stop_token_ids", ()))

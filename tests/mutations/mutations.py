@@ -636,7 +636,7 @@ CONSTRAINTS = (
     Mutation(
         "step: a row without an id left has computed its tokens",
         "stages/step.py",
-        "undone = None if output.no_id_left is None else jnp.where(output.no_id_left, requests.query_lens, 0)",
+        "undone = None if output.failed is None else jnp.where(output.failed, requests.query_lens, 0)",
         "undone = None",
         (BY_HAND + "test_rows_that_nothing_is_left_for_stop_alone",),
     ),
@@ -835,6 +835,115 @@ GRAMMARS = (
     ),
 )
 
+NAN = "tests/stages/test_nan_logits.py::"
+SORTED = "tests/sampling/test_best_ids.py::"
+MODES = "tests/sampling/test_logprobs_modes.py::test_a_batch_reports_what_each_row_asks_for"
+RAW = "tests/sampling/test_logprobs_modes.py::test_raw_numbers_are_of_the_models_own_logits"
+PROMPTS = "tests/runner/test_prompt_logprobs.py::"
+CHUNKED = PROMPTS + "test_every_chunking_gives_the_scores_of_the_whole_prompt[chunks1]"
+LOGPROBS = (
+    Mutation(
+        "nans: those of padding are counted",
+        "sampling/nans.py",
+        "jnp.where(is_live, jnp.sum(jnp.isnan(logits), axis=1, dtype=jnp.int32), 0)",
+        "jnp.sum(jnp.isnan(logits), axis=1, dtype=jnp.int32) + 0 * is_live",
+        (NAN + "test_counting_changes_no_token",),
+    ),
+    Mutation(
+        "sample: a row with NaN gets a token although it fails",
+        "stages/sample.py",
+        "samples &= ~failed_by_nan",
+        "pass",
+        (NAN + "test_a_failing_row_is_as_it_was_before_the_step",),
+    ),
+    Mutation(
+        "best_ids: what is past the end of the row has a score",
+        "sampling/best_ids.py",
+        'kept = jnp.take_along_axis(kept, place, axis=1, mode="fill", fill_value=-jnp.inf)',
+        'kept = jnp.take_along_axis(kept, place, axis=1, mode="fill", fill_value=0)',
+        (SORTED + "test_the_best_at_the_ends_of_chunks_and_of_the_row[10241]",),
+    ),
+    Mutation(
+        "best_ids: among equals the higher id is better",
+        "sampling/best_ids.py",
+        "(other == own) & (place < place[:, None])",
+        "(other == own) & (place > place[:, None])",
+        (SORTED + "test_equal_to_a_stable_sort", SORTED + "test_the_best_at_the_ends_of_chunks_and_of_the_row[641]"),
+    ),
+    Mutation(
+        "logprobs: raw modes show processed logits",
+        "sampling/sampler.py",
+        "if params.reports.is_processed else raw",
+        "if params.reports.is_processed else scores",
+        (RAW + "[raw_logprobs]", RAW + "[raw_logits]"),
+    ),
+    Mutation(
+        "logprobs: an unused place of a list has a number",
+        "sampling/logprobs.py",
+        "jnp.where(listed > 0, of_listed, -jnp.inf)",
+        "of_listed + 0 * listed",
+        ("tests/sampling/test_logprobs.py::test_places_of_a_list_that_are_not_used_have_no_number",),
+    ),
+    Mutation(
+        "columns: listed ids stay behind the best that nobody asked for",
+        "runner/logprob_columns.py",
+        "place - asked[:, None] - 1 + have",
+        "place",
+        (MODES + "[raw_logprobs]",),
+    ),
+    Mutation(
+        "prompts: a token is scored by its own logits",
+        "runner/prompt_reports.py",
+        "computed[owner] + offset + 1",
+        "computed[owner] + offset",
+        (CHUNKED, PROMPTS + "test_requests_in_one_step_get_what_each_asked_for"),
+    ),
+    Mutation(
+        "prompts: all tokens are taken for the batch's first",
+        "runner/prompt_reports.py",
+        "AskedTokens(starts[owner] + offset,",
+        "AskedTokens(offset,",
+        (PROMPTS + "test_requests_in_one_step_get_what_each_asked_for",),
+    ),
+    Mutation(
+        "prompts: a resumed request is scored again",
+        "runner/device_runner.py",
+        "if params.scores_prompt and len(tokens) == prompt_len else 0",
+        "if params.scores_prompt else 0",
+        (PROMPTS + "test_k068_a_prompt_that_is_evicted_between_chunks_is_scored_whole",),
+    ),
+    Mutation(
+        "prompts: a one-token chunk runs as a decode, which keeps no tokens",
+        "compile/ladder.py",
+        "inputs.uniform_query_len == self.query_len and not inputs.keeps_tokens",
+        "inputs.uniform_query_len == self.query_len",
+        (CHUNKED,),
+    ),
+    Mutation(
+        "rows: listed ids of the last owner are counted",
+        "runner/host_rows.py",
+        "self.num_listed[row] = self.num_prompt_scores[row] = 0",
+        "self.num_prompt_scores[row] = 0",
+        (PROMPTS + "test_a_row_forgets_what_its_last_owner_asked_for",),
+    ),
+    Mutation(
+        "scheduler: a prompt that is to be scored takes cached blocks",
+        "engine/scheduler.py",
+        "usable = 0 if request.runs_whole_prompt else len(tokens) - 1",
+        "usable = len(tokens) - 1",
+        ("tests/engine/test_prompt_logprobs.py::test_k067_a_cached_prompt_is_scored_like_a_new_one",),
+    ),
+)
+
 MUTATIONS: tuple[Mutation, ...] = (
-    PADDING + RANDOMNESS + ROW_FIELDS + CUSTOM + CONSTRAINTS + FLOAT8 + LADDERS + CACHE + GRAMMARS
+    *PADDING,
+    *RANDOMNESS,
+    *ROW_FIELDS,
+    *CUSTOM,
+    *CONSTRAINTS,
+    *FLOAT8,
+    *LADDERS,
+    *CACHE,
+    *GRAMMARS,
+    *LOGPROBS,
 )

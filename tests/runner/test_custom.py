@@ -256,4 +256,4 @@ def test_a_function_of_another_kind_is_refused_before_anything_runs():
         *load_tiny("llama"), dataclasses.replace(CONFIG, logits_processors=lambda x, _: x[0]), ladder=LADDER
     )
     with pytest.raises(ImplementationError, match=r"float32\[256\]; expected float32\[4, 256\]"):
-        broken.table.programs.lower(broken.table.programs.finish(1, "greedy"))
+        broken.table.programs.trace(broken.table.programs.finish(1, "greedy"))

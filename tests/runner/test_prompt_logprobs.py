@@ -108,6 +108,21 @@ def test_an_id_that_comes_back_in_one_step_begins_anew(runner):
     assert plain.prompt_logprobs_dict == {}
 
 
+def test_a_row_forgets_what_its_last_owner_asked_for(runner):
+    """The next owner asks for nothing, the one after it for the numbers of its own token alone."""
+    prompt = golden()[0][:9]
+    asking = dataclasses.replace(ASKING, logprobs=2, logprob_token_ids=[7, 8])
+    assert_scores_of(step(runner, plan({"a": 9}, [new("a", prompt, BLOCKS["a"], asking)])), "a", prompt)
+    row = runner.rows["a"]
+    output = step(runner, plan({"b": 9}, [new("b", prompt, BLOCKS["b"])], finished_req_ids={"a"}))
+    assert (output.logprobs, output.prompt_logprobs_dict) == (None, {})
+    assert runner.rows["b"] == row
+    assert (runner._host.num_listed[row], runner._host.num_prompt_scores[row]) == (0, 0)
+    own = dataclasses.replace(GREEDY, logprobs=0)
+    output = step(runner, plan({"c": 9}, [new("c", prompt, BLOCKS["a"], own)], finished_req_ids={"b"}))
+    assert output.logprobs.logprob_token_ids.tolist() == output.sampled_token_ids
+
+
 def test_results_may_be_read_late_and_in_any_order(shared_table):
     model, weights = load_tiny("llama")
     runner = DeviceRunner(model, weights, dataclasses.replace(CONFIG, async_scheduling=True), ladder=LADDER)

@@ -85,6 +85,13 @@ def test_each_request_gets_the_columns_it_asked_for():
     assert found.slice_request(3, 1).logprob_token_ids.tolist() == [[4, -1, -1, -1, -1, -1]]
 
 
+def test_places_of_a_list_that_are_not_used_have_no_number():
+    named = jnp.array([[0, 3, 0], [1, 0, 0]], jnp.int32)  # ids + 1
+    found = compiled(jnp.zeros((2, 4)), jnp.zeros(2, jnp.int32), named, DEFAULT_REPORTS)
+    assert found.listed_ids.tolist() == [[-1, 2, -1], [0, -1, -1]]
+    np.testing.assert_allclose(jnp.exp(found.listed_logprobs), [[0, 0.25, 0], [0.25, 0, 0]], rtol=1e-6)
+
+
 def test_a_small_vocabulary_has_fewer_columns():
     assert [len(row) for row in entries([[4, 3, 2, 1]], [0], 20)] == [4]
 

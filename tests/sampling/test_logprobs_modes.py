@@ -96,6 +96,17 @@ def test_a_batch_reports_what_each_row_asks_for(mode, requests, seed):
         assert lists.sampled_token_ranks[row] == got[token].rank
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_raw_numbers_are_of_the_models_own_logits(mode):
+    """A bias of 5 on id 0 and a temperature move the processed ones only."""
+    logits = np.tile(np.arange(VOCAB, dtype=np.float32) / 9, (ROWS, 1))
+    params = sampling_state([SamplingParams(temperature=0.5, logit_bias={0: 5.0}, logprobs=1)] * ROWS)
+    found = sampler(mode)(jnp.asarray(logits), params).logprobs
+    moved = (logits[0] + 5.0 * (np.arange(VOCAB) == 0)) / 0.5 if mode.startswith("processed") else logits[0]
+    expected = oracle.log_softmax(moved) if mode.endswith("logprobs") else moved
+    np.testing.assert_allclose(found.every[0], expected, rtol=1e-5)
+
+
 def test_a_small_temperature_costs_no_digits():
     """Logits of 1e5 have steps of 0.008; log-probabilities of 1e-5 apart are told from one another."""
     logits = np.zeros((ROWS, VOCAB), np.float32)
