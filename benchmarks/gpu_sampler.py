@@ -4,10 +4,10 @@
                                      [--history 4096] [--only TEXT]
 
 Logits are random bfloat16, about as wide as a language model's, widened to float32 as the step does. A row names what
-all requests of its batch ask for. It is first checked: tokens of greedy rows, and of all rows with noise and filters
-the ids that they were drawn from, equal the oracle's on the first rows. Then `us` is the device time of one call, all
-its kernels together (see `benchmarks.report`), and `temp_ratio` the bytes of its temporaries over those of the float32
-logits. `adds` is what the op costs beside the row before it that lacks it. `peer` is vLLM 0.25.1 on the same GPU.
+all requests of its batch ask for. It is first checked on some rows: the ids that a token was drawn from and the token
+itself are the oracle's. Then `us` is the device time of one call, all its kernels together (see `benchmarks.report`),
+and `temp_ratio` the bytes of its temporaries over those of the float32 logits. `adds` is what the op costs beside the
+row before it that lacks it. `peer` is vLLM 0.25.1 on the same GPU.
 Rows are written as they come; a row is void if anything was compiled while it was timed, or on a CPU, where the
 profiler sees no kernel; `--batch 2 --vocab 300 --history 32` tries everything there.
 """
@@ -41,9 +41,13 @@ from jaxrunner.state.sampling import SamplingState  # noqa: E402
 from tests.oracle import sampler as oracle  # noqa: E402
 from tests.oracle import threefry  # noqa: E402
 
+READ_BYTES_PER_US = 4.6e6
+"""The fastest read of an H200."""
 CALLS = 4
 """Of one jit: each has logits of its own, so that none finds them in the L2 cache; 16 would fill the memory."""
 CHECKED_ROWS = 3
+MASS_SLACK = 1e-4
+"""Of top_p: masses are integers whose sum is about 2^29, each off by half a unit at most."""
 MARKS = {"start": (1,), "end": (2,), "forced_end": (2,)}
 PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2}
 FILTERS = {"top_k": 50, "top_p": 0.9}
@@ -154,10 +158,11 @@ def sampler(case: Case, logits: jax.Array, params, position, history) -> tuple[S
 
 def check(case: Case, inputs: Inputs) -> str | None:
     """What is wrong with the first rows, None if nothing."""
-    rows = slice(0, CHECKED_ROWS)
+    count = min(CHECKED_ROWS, len(inputs.tokens))
+    rows = slice(0, count)
     few = inputs.history._replace(rows=inputs.history.rows[rows], prompt_len=inputs.history.prompt_len[rows])
     run = jax.jit(functools.partial(sampler, dataclasses.replace(case, tier="full")))
-    arguments = inputs.logits[0][rows], inputs.params.take(jnp.arange(CHECKED_ROWS)), inputs.position[rows], few
+    arguments = inputs.logits[0][rows], inputs.params.take(jnp.arange(count)), inputs.position[rows], few
     masks = np.unpackbits(np.asarray(run(*arguments)[0].sampling_mask).view(np.uint8), axis=1, bitorder="little")
     own = jax.jit(functools.partial(sampler, case))(*arguments)[0].token_ids
     for row, token in enumerate(np.asarray(own)):
@@ -166,7 +171,7 @@ def check(case: Case, inputs: Inputs) -> str | None:
         known, prompt_len = inputs.tokens[row, :length].tolist(), int(inputs.prompt_len[row])
         stop_ids = list(case.request.get("stop_token_ids", ()))
         wanted = oracle.constrained(logits, case.request, known, prompt_len, stop_ids=stop_ids, marks=MARKS)
-        least, most = (oracle.kept(wanted, case.request, slack=slack) for slack in (-1e-5, 1e-5))
+        least, most = (oracle.kept(wanted, case.request, slack=slack) for slack in (-MASS_SLACK, MASS_SLACK))
         mask = set(np.flatnonzero(masks[row]).tolist())
         if not least <= mask <= most:
             return f"row {row}: {len(mask)} ids are left, of the oracle's {len(least)} to {len(most)}"
@@ -181,7 +186,7 @@ def check(case: Case, inputs: Inputs) -> str | None:
 
 def measure(case: Case, batch: int, vocab: int, width: int, times: dict[str, float]) -> report.Row:
     prefix = f"sampler/b{batch}/v{vocab}/"
-    pass_us = batch * vocab * 4 / report_bandwidth()
+    pass_us = batch * vocab * 4 / READ_BYTES_PER_US
     row: report.Row = {"name": prefix + case.name, "value": None, "unit": "us", "floor": round(case.floor * pass_us, 1)}
     row |= {"tier": case.runs_in, "history": width}
     if case.peer is not None and (batch, vocab) == (256, 128_256):
@@ -214,11 +219,6 @@ def measure(case: Case, batch: int, vocab: int, width: int, times: dict[str, flo
         return row | {"value": row["us"]}
 
     return report.guarded(row, run)
-
-
-def report_bandwidth() -> float:
-    """Bytes an H200 reads in a microsecond."""
-    return 4.6e6
 
 
 def main() -> int:

@@ -582,7 +582,7 @@ CONSTRAINTS = (
         "sampling/penalties.py",
         "is_known, is_output = index < length[:, None],",
         "is_known, is_output = index >= 0 * length[:, None],",
-        (BY_HAND + "test_k063_prompt_and_output_are_told_apart",),
+        (MIXTURE,),
     ),
     Mutation(
         "penalties: the prompt counts as output",

@@ -18,6 +18,7 @@ from jaxrunner.state.records import request_record
 from jaxrunner.state.request_lists import ListSizes, list_writes
 from jaxrunner.state.sampling import SamplingState, ThinkingTokens
 
+LEFT_BEHIND = 1
 SIZES = ListSizes(stop_ids=4, logit_bias=4, allowed_token_ids=6, bad_words_tokens=9, replay_tokens=4)
 
 
@@ -54,8 +55,8 @@ def compiled(tier: Tier):
 
 
 def history_of(tokens: Sequence[Sequence[int]], prompt_len: Sequence[int] | int, width: int = 12) -> History:
-    """Rows 1, 2, ... with these tokens and junk behind them; row 0 is the parking row's."""
-    table = np.full((len(tokens) + 1, width), 2**31 - 1, np.int32)
+    """Rows 1, 2, ... with these tokens and another's id behind them; row 0 is the parking row's."""
+    table = np.full((len(tokens) + 1, width), LEFT_BEHIND, np.int32)
     table[0] = 0
     for row, ids in enumerate(tokens, 1):
         table[row, : len(ids)] = ids
