@@ -371,15 +371,15 @@ RANDOMNESS = (
     Mutation(
         "sampler: the maximum is not subtracted",
         "sampling/temperature.py",
-        "shifted = logits - jnp.where(jnp.isfinite(highest), highest, 0.0)",
-        "shifted = logits",
+        "divide(logits - jnp.where(jnp.isfinite(highest), highest, 0.0), temperature)",
+        "divide(logits, temperature)",
         (SAMPLER + "test_k050_tiny_temperatures_take_the_best[1.1e-05]",),
     ),
     Mutation(
         "sampler: the temperature multiplies",
         "sampling/temperature.py",
-        "shifted / jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]",
-        "shifted * jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]",
+        "logits / jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]",
+        "logits * jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]",
         (SAMPLER + "test_draws_have_the_softmax_distribution[0.4]", ORACLE_DECODE),
     ),
 )
@@ -915,8 +915,8 @@ LOGPROBS = (
     Mutation(
         "prompts: a one-token chunk runs as a decode, which keeps no tokens",
         "compile/ladder.py",
-        "inputs.uniform_query_len == self.query_len and not inputs.keeps_tokens",
-        "inputs.uniform_query_len == self.query_len",
+        "uniform = None if inputs.keeps_tokens else inputs.uniform_query_len",
+        "uniform = inputs.uniform_query_len",
         (CHUNKED,),
     ),
     Mutation(

