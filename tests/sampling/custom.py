@@ -28,7 +28,9 @@ def _nudge(logits, context):
     )
 
 
-nudge = LogitsProcessor(_nudge, name="nudge", arrays=(RequestArray("scale", default=0.25), RequestArray("bias", (3,), default=0.5)))
+nudge = LogitsProcessor(
+    _nudge, name="nudge", arrays=(RequestArray("scale", default=0.25), RequestArray("bias", (3,), default=0.5))
+)
 
 
 def _picky(scores, context, keys):
