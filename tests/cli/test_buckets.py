@@ -35,7 +35,7 @@ def test_a_configuration_without_weights_is_enough_and_what_is_made_is_kept(tmp_
     again = run(*arguments)
     assert again.exit_code == 0, again.stderr
     assert "load s" in again.stdout
-    assert "5 executables, 0 misses" in again.stdout
+    assert "6 executables, 0 misses" in again.stdout
     again = json.loads(run(*arguments, "--json").stdout)
     assert all(row["load_s"] > 0 == row["compile_s"] for row in again["executables"])
 
