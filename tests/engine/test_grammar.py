@@ -78,8 +78,10 @@ def test_any_json_object(compiler):
 
 def test_k073_the_mask_has_a_bit_for_the_largest_id():
     """Of 127,999 as the largest id: 128,000 ids, 4,000 words, the last bit of the last word is the end id's."""
-    backend = tokenizers.Tokenizer.from_str(TOKENIZER.backend.to_str())
-    backend.add_tokens([f"<{i}>" for i in range(127_999 - EOS - 1)])
+    vocab = TOKENIZER.backend.get_vocab(with_added_tokens=False)
+    vocab |= {f"a{i}": i for i in range(len(vocab), 127_999)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
     tokenizer = Tokenizer(backend, eos_token_ids=(127_999,))
     assert tokenizer.vocab_size == 128_000
