@@ -151,7 +151,7 @@ def test_scales_reach_the_state_of_an_engine():
 def test_half_the_bytes_hold_twice_the_blocks(monkeypatch):
     model, weights = load_tiny("llama")
     assert kv_block_bytes(model, 16, "fp8") * 4 == kv_block_bytes(model, 16) == kv_block_bytes(model, 16, "auto")
-    monkeypatch.setattr("jaxrunner.engine.memory.largest_temporary", lambda programs: 0)
+    monkeypatch.setattr("jaxrunner.engine.memory.largest_temporary", lambda programs, cache: 0)
     blocks = {}
     for name in ("bfloat16", "fp8"):
         config = RunnerConfig(64, 128, 64, 4, kv_cache_dtype=name)
