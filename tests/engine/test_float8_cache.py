@@ -155,7 +155,7 @@ def test_half_the_bytes_hold_twice_the_blocks(monkeypatch):
     blocks = {}
     for name in ("bfloat16", "fp8"):
         config = RunnerConfig(64, 128, 64, 4, kv_cache_dtype=name)
-        blocks[name] = blocks_that_fit(model, weights, config, default_ladder(model, config), 2**22)
+        blocks[name] = blocks_that_fit(model, weights, config, default_ladder(model, config), 2**21)
     assert abs(blocks["fp8"] - 2 * blocks["bfloat16"]) <= 1
 
 
