@@ -29,7 +29,8 @@ def target() -> Target:
         return described
     device = jax.devices()[0]
     capability = str(getattr(device, "compute_capability", None) or "")
-    return Target(jax.default_backend(), capability, getattr(device, "core_count", None), device.device_kind)
+    cores, kind = getattr(device, "core_count", None), getattr(device, "device_kind", "")
+    return Target(jax.default_backend(), capability, cores, kind)
 
 
 @contextlib.contextmanager
