@@ -137,9 +137,8 @@ class DeviceRunner:
             masks = grammar_output if has_grammar else None
             bitmask = self._bitmask(masks, parked.req_ids, entry.program.size)
             self.state, output = self.table.call(entry, self.weights, self.state, parked.pending.last_tokens, bitmask)
-            if not (
-                has_grammar or Feature.CONSTRAINTS in TIER_FEATURES[parked.tier] or self.config.custom != NO_CUSTOM
-            ):
+            has_custom = self.table.programs.custom != NO_CUSTOM
+            if not (has_grammar or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[parked.tier]):
                 output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
         asked = parked.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
         result = AsyncOutput(parked.req_ids, output, asked)
