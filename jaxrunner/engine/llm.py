@@ -157,14 +157,17 @@ class LLM:
 
     def step(self) -> list[Request]:
         """One engine step: plan and launch the next one, then take the tokens of the oldest in flight if it is time
-        to. Returns the requests that ended."""
+        to. Returns the requests that ended.
+
+        While executables are still made nothing is launched ahead: it might wait for its own, and these tokens with it.
+        """
         plan, frame = self.scheduler.schedule()
-        depth = 1 if self.runner.config.async_scheduling else 0
         says_something = plan.total_num_scheduled_tokens or plan.finished_req_ids or plan.preempted_req_ids
         ended: list[Request] = []
         if says_something and self.runner.execute_model(plan) is None:
             ended += self._sample(plan, frame)
-        if self._in_flight and (len(self._in_flight) > depth or not plan.total_num_scheduled_tokens):
+        ahead = self.runner.config.async_scheduling and not self.runner.warming_up
+        while self._in_flight and (len(self._in_flight) > ahead or not plan.total_num_scheduled_tokens):
             ended += self._take_oldest()
         return ended
 
