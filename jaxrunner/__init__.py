@@ -47,6 +47,7 @@ _HOMES = {
     "compare": "jaxrunner.ladder.replay",
     "BucketTable": "jaxrunner.compile.table",
     "compiler_options": "jaxrunner.compile.options",
+    "build_runner": "jaxrunner.selection.build",
     "DeviceRunner": "jaxrunner.runner.device_runner",
     "RunnerConfig": "jaxrunner.runner.config",
     "SchedulerOutput": "jaxrunner.contract",

@@ -60,6 +60,8 @@ class DeviceRunner:
     def __init__(
         self, model: Model, weights: Any, config: RunnerConfig, *, ladder: Ladder | None = None, seed: int = 0
     ):
+        if config.runner not in (None, "device"):
+            raise AdmissionError(f"the configuration asks for runner {config.runner!r}; `build_runner` builds that one")
         self.model = model
         self.weights = weights
         self.config = config

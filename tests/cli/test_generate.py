@@ -99,7 +99,9 @@ def test_errors_of_the_package_are_one_line_and_exit_with_1(args, message):
     assert result.exit_code == 1
     assert result.stdout == ""
     assert message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    *log, error = result.stderr.strip().splitlines()
+    assert error.startswith("error: ")
+    assert all(line.startswith("runner: ") for line in log)
     assert "Traceback" not in result.stderr
 
 
