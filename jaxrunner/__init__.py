@@ -50,6 +50,8 @@ _HOMES = {
     "build_runner": "jaxrunner.selection.build",
     "DeviceRunner": "jaxrunner.runner.device_runner",
     "RunnerConfig": "jaxrunner.runner.config",
+    "StepTimer": "jaxrunner.timing.timer",
+    "StepTimes": "jaxrunner.timing.times",
     "SchedulerOutput": "jaxrunner.contract",
     "ModelRunnerOutput": "jaxrunner.contract",
 }

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from jaxrunner.cli.console import announce_download, command
 from jaxrunner.errors import AdmissionError
@@ -41,6 +44,10 @@ def generate(
     kv_cache_dtype: Annotated[str, typer.Option(help="auto (the dtype), float32, bfloat16, float16, or fp8.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest sequence, prompt included.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the model's end ids.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Time every step: a table on stderr, and this file for Perfetto.", dir_okay=False),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: token_ids, text, finish_reason.")
     ] = False,
@@ -61,10 +68,11 @@ def generate(
             run = _Run(llm, params, _encode(llm, prompt or "", raw) if ids is None else ids)
         with console.status("loading or compiling the executables"):
             run.warm_up()
-        for text in run:
-            if not as_json:
-                sys.stdout.write(text)
-                sys.stdout.flush()
+        with _timed(llm, trace, console):
+            for text in run:
+                if not as_json:
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
         last = run.last.outputs[0]
         if as_json:
             result = {"token_ids": last.token_ids, "text": last.text, "finish_reason": last.finish_reason}
@@ -72,6 +80,25 @@ def generate(
         sys.stdout.write("\n")
         sys.stdout.flush()
         console.print(run.summary(), style="dim", highlight=False)
+
+
+@contextlib.contextmanager
+def _timed(llm: LLM, path: Path | None, console: Console) -> Iterator[None]:
+    """With a path: the steps are timed, and then shown as a table and written as a trace."""
+    if path is None:
+        yield
+        return
+    from jaxrunner import StepTimer
+
+    with StepTimer(llm.runner) as timer:
+        yield
+    try:
+        timer.times.write_trace(path)
+    except OSError as error:
+        raise AdmissionError(f"the trace cannot be written to {path}: {error.strerror}") from error
+    console.line()
+    console.print(timer.times.table())
+    console.print(f"{len(timer.times)} steps in {path}; open it with https://ui.perfetto.dev", style="dim")
 
 
 def _encode(llm: LLM, text: str, raw: bool) -> list[int]:

@@ -12,8 +12,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.profiler import TraceAnnotation
 
 from jaxrunner.compile.buckets import Tier
+from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.executable_cache import open_cache
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.compile.programs import Program, ProgramSet
@@ -39,6 +41,7 @@ from jaxrunner.state.block_writes import no_block_writes
 from jaxrunner.state.records import derived_seed, request_record
 from jaxrunner.state.request_lists import check_lists, list_writes
 from jaxrunner.state.runner_state import RunnerState
+from jaxrunner.timing.ranges import Annotate
 
 
 class Parked(NamedTuple):
@@ -55,6 +58,8 @@ class Parked(NamedTuple):
 class DeviceRunner:
     """model, weights: from `load`. ladder: `Ladder.default` for the configuration's sizes if not given.
     seed: requests without a seed of their own get one derived from it and their order of arrival.
+
+    `annotate` names the ranges of a step for profilers, see `jaxrunner.timing`.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class DeviceRunner:
         self._seed = seed
         self._num_admitted = 0
         self._parked: Parked | None = None
+        self.annotate: Annotate = TraceAnnotation
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Apply the plan and launch its forward pass. Returns None, and `sample_tokens` completes the step; or, for
@@ -89,14 +95,16 @@ class DeviceRunner:
         self.table.check()
         if self._parked is not None:
             raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
-        self._check(scheduler_output)
-        writes = self.update_states(scheduler_output)
-        self._move_blocks(scheduler_output)
-        if not scheduler_output.total_num_scheduled_tokens:
-            self._apply_admissions([AdmitEntry(row=0, block_writes=writes)] if len(writes) else [])
-            return ModelRunnerOutput.with_kv_conn_output_only(None)
-        req_ids, inputs = self.build_inputs(scheduler_output, writes)
-        self._parked = self._launch(req_ids, inputs)
+        with self.annotate("preprocess"):
+            self._check(scheduler_output)
+            writes = self.update_states(scheduler_output)
+            self._move_blocks(scheduler_output)
+            if not scheduler_output.total_num_scheduled_tokens:
+                self._apply_admissions([AdmitEntry(row=0, block_writes=writes)] if len(writes) else [])
+                return ModelRunnerOutput.with_kv_conn_output_only(None)
+            req_ids, inputs = self.build_inputs(scheduler_output, writes)
+            entry, upload = self._pack(inputs)
+        self._parked = self._launch(entry, upload, req_ids, inputs)
         if self.config.check_invariants:
             audit(self.state)
         return None
@@ -110,9 +118,11 @@ class DeviceRunner:
         parked, self._parked = self._parked, None
         output = parked.output
         if output is None:
-            entry = self.table.get(self.table.programs.finish(len(parked.req_ids), parked.tier))
-            self.state, output = self.table.call(entry, self.weights, self.state, parked.pending)
-        result = AsyncOutput(parked.req_ids, output, parked.num_logprobs, parked.wants_mask)
+            entry = self._look_up(self.table.programs.finish(len(parked.req_ids), parked.tier))
+            with self.annotate("sample"):
+                self.state, output = self.table.call(entry, self.weights, self.state, parked.pending)
+        reports = parked.num_logprobs, parked.wants_mask
+        result = AsyncOutput(parked.req_ids, output, *reports, annotate=self.annotate)
         return result if self.config.async_scheduling else result.get_output()
 
     def warm_up(self, **options: Any) -> None:
@@ -159,15 +169,23 @@ class DeviceRunner:
         """Raises InvariantError if the state breaks an invariant; see `jaxrunner.state.audit`."""
         audit(self.state)
 
-    def _launch(self, req_ids: list[str], inputs: StepInput) -> Parked:
-        programs, bucket = self.table.programs, self.ladder.pick(inputs)
+    def _pack(self, inputs: StepInput) -> tuple[Entry, np.ndarray]:
+        """(the executable that will run, its upload). Block writes that do not fit into it go up before it."""
+        bucket = self.ladder.pick(inputs)
         if len(inputs.block_writes) > block_write_capacity(bucket, self.groups):
             self._apply_admissions([AdmitEntry(row=0, block_writes=inputs.block_writes)])
             inputs = dataclasses.replace(inputs, block_writes=no_block_writes())
-        entry = self.table.get(programs.first(bucket), real_tokens=inputs.num_tokens)
+        entry = self._look_up(self.table.programs.first(bucket), real_tokens=inputs.num_tokens)
         assert entry.program.bucket is not None
-        upload = inputs.pack(entry.program.bucket)
-        self.state, result = self.table.call(entry, self.weights, self.state, upload)
+        return entry, inputs.pack(entry.program.bucket)
+
+    def _look_up(self, program: Program, *, real_tokens: int = 0) -> Entry:
+        with self.annotate("lookup"):
+            return self.table.get(program, real_tokens=real_tokens)
+
+    def _launch(self, entry: Entry, upload: np.ndarray, req_ids: list[str], inputs: StepInput) -> Parked:
+        with self.annotate("forward", program=entry.program):
+            self.state, result = self.table.call(entry, self.weights, self.state, upload)
         fused = entry.program.kind == "step"
         self._host.advance(inputs.idx_mapping, inputs.num_scheduled_tokens)
         rows = inputs.idx_mapping
@@ -178,18 +196,20 @@ class DeviceRunner:
         programs = self.table.programs
         while entries:
             count, program = _admission_call(entries, programs)
-            entry = self.table.get(program)
+            entry = self._look_up(program)
             upload = pack_admit(programs.admit_layout(entry.program), entries[:count])
-            self.state = self.table.call(entry, self.state, upload)
+            with self.annotate("admit"):
+                self.state = self.table.call(entry, self.state, upload)
             entries = entries[count:]
 
     def _move_blocks(self, so: SchedulerOutput) -> None:
         """Zero and copy whole blocks, before the forward pass."""
         if not (so.new_block_ids_to_zero or so.kv_cache_block_copies):
             return
-        entry = self.table.get(Program("moves", size=MOVES_PER_CALL))
+        entry = self._look_up(Program("moves", size=MOVES_PER_CALL))
         for upload in self._moves(so):
-            self.state = self.table.call(entry, self.state, upload)
+            with self.annotate("admit"):
+                self.state = self.table.call(entry, self.state, upload)
 
     def _moves(self, so: SchedulerOutput) -> list[np.ndarray]:
         n = self.config.blocks_per_kv_block

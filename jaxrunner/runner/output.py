@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+from jax.profiler import TraceAnnotation
 
 from jaxrunner.contract import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from jaxrunner.sampling.packed_bits import WORD
 from jaxrunner.stages.sample import NO_TOKEN, StepOutput
+from jaxrunner.timing.ranges import Annotate
 
 NO_LOGPROBS = -1
 """Stands for a request that asks for no log-probabilities; 0 asks for those of its own tokens."""
@@ -18,7 +20,8 @@ class AsyncOutput:
     """req_ids: in batch order. output: the step's device arrays, kept alive until they were copied.
 
     num_logprobs: i32[B], how many best ids' log-probabilities each request asks for, NO_LOGPROBS for none at all.
-    wants_mask: bool[B], whether it asks for the ids its token was drawn from.
+    wants_mask: bool[B], whether it asks for the ids its token was drawn from. annotate: names the ranges "wait" and
+    "postprocess", see `jaxrunner.timing.ranges`.
     """
 
     def __init__(
@@ -27,7 +30,10 @@ class AsyncOutput:
         output: StepOutput,
         num_logprobs: np.ndarray | None = None,
         wants_mask: np.ndarray | None = None,
+        *,
+        annotate: Annotate = TraceAnnotation,
     ):
+        self._annotate = annotate
         self._req_ids = req_ids
         none = np.full(len(req_ids), NO_LOGPROBS)
         self._num_logprobs = none if num_logprobs is None else num_logprobs
@@ -44,20 +50,24 @@ class AsyncOutput:
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the copy. Later calls return the same object."""
         if self._result is None:
-            count = len(self._req_ids)
-            sampled = np.asarray(self._device)[:count]
-            tokens = sampled.tolist()
-            if (sampled == NO_TOKEN).any():
-                tokens = [[t for t in row if t != NO_TOKEN] for row in tokens]
-            self._result = ModelRunnerOutput(
-                req_ids=self._req_ids,
-                req_id_to_index=dict(zip(self._req_ids, range(count), strict=True)),
-                sampled_token_ids=tokens,
-                logprobs=self._logprobs(sampled[:, 0] != NO_TOKEN),
-                sampling_masks=self._sampling_masks(sampled[:, 0] != NO_TOKEN),
-                sampling_errors=self._sampling_errors(),
-            )
+            with self._annotate("wait", ready=self._device.is_ready()):  # type: ignore[attr-defined]
+                sampled = np.asarray(self._device)
+            with self._annotate("postprocess"):
+                self._result = self._output(sampled[: len(self._req_ids)])
         return self._result
+
+    def _output(self, sampled: np.ndarray) -> ModelRunnerOutput:
+        tokens, has_token = sampled.tolist(), sampled[:, 0] != NO_TOKEN
+        if (sampled == NO_TOKEN).any():
+            tokens = [[t for t in row if t != NO_TOKEN] for row in tokens]
+        return ModelRunnerOutput(
+            req_ids=self._req_ids,
+            req_id_to_index=dict(zip(self._req_ids, range(len(sampled)), strict=True)),
+            sampled_token_ids=tokens,
+            logprobs=self._logprobs(has_token),
+            sampling_masks=self._sampling_masks(has_token),
+            sampling_errors=self._sampling_errors(),
+        )
 
     def _sampling_errors(self) -> dict[str, str]:
         if self._no_id_left is None:

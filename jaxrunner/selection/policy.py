@@ -27,9 +27,9 @@ Rule = Callable[[Facts], Answer]
 class Policy:
     """labels: what the policy calls its runners. rules: in order; the last one always decides.
 
-    Per runner. gates: what it cannot do of what is asked; a forced runner with a closed gate raises. checks: what raises
-    after the choice, whether it was forced or not. ignored: fields that it accepts and does not read, and what happens
-    instead.
+    Per runner. gates: what it cannot do of what is asked; a forced runner with a closed gate raises. checks: what
+    raises after the choice, whether it was forced or not. ignored: fields that it accepts and does not read, and what
+    happens instead.
     """
 
     name: str

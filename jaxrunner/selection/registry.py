@@ -16,6 +16,7 @@ from jaxrunner.runner.config import RunnerConfig
 from jaxrunner.runner.output import AsyncOutput
 from jaxrunner.selection.facts import RunnerName
 from jaxrunner.state.block_tables import KVGroup
+from jaxrunner.timing.ranges import Annotate
 
 
 class Runner(Protocol):
@@ -27,6 +28,8 @@ class Runner(Protocol):
     ladder: Ladder
     table: BucketTable
     groups: tuple[KVGroup, ...]
+
+    annotate: Annotate
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None: ...
 

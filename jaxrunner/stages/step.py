@@ -113,16 +113,20 @@ def finish_step(
     rows = slice(0, num_reqs)
     requests = BatchRequests(*(a[rows] for a in pending.requests))
     options: dict[str, Any] = {"logits_fn": logits_fn, "grammar_bitmask": grammar_bitmask}
-    output = sample(model, weights, state, pending.hidden[rows], requests, tier=tier, **options)
+    with jax.named_scope("sample"):
+        output = sample(model, weights, state, pending.hidden[rows], requests, tier=tier, **options)
     undone = None if output.no_id_left is None else jnp.where(output.no_id_left, requests.query_lens, 0)
     ids, counts = output.sampled_token_ids, output.num_sampled
-    return commit(state, requests, ids, counts, undone, implementation=implementation), output
+    with jax.named_scope("postprocess"):
+        return commit(state, requests, ids, counts, undone, implementation=implementation), output
 
 
 def _first_half(model, weights, state, packed, *, bucket, implementation):
     if state.num_draft_tokens:
         raise NotBuiltError("verifying draft tokens is not built; use init_state(num_draft_tokens=0)")
-    state = apply_diffs(state, packed, bucket=bucket)
-    batch = build_batch(state, packed, bucket=bucket, implementation=implementation)
-    state, hidden = forward(model, weights, state, batch, bucket=bucket, implementation=implementation)
+    with jax.named_scope("preprocess"):
+        state = apply_diffs(state, packed, bucket=bucket)
+        batch = build_batch(state, packed, bucket=bucket, implementation=implementation)
+    with jax.named_scope("forward"):
+        state, hidden = forward(model, weights, state, batch, bucket=bucket, implementation=implementation)
     return state, Pending(hidden=hidden[batch.logits_indices], requests=batch.requests), hidden

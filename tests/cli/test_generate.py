@@ -44,6 +44,22 @@ def test_ids_are_streamed_where_the_model_has_no_tokenizer():
     assert result.stdout == " ".join(map(str, GREEDY[0]["ids"][:4])) + "\n"
 
 
+def test_a_trace_holds_every_step_and_leaves_the_output_alone(tmp_path):
+    options = ("--model", TINY, "--prompt-ids", "1,2,3", "--max-tokens", 4, "--ignore-eos")
+    result = run(*options, "--trace", tmp_path / "trace.json")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == run(*options).stdout
+    assert "median microseconds of a step" in result.stderr
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    steps = [e["args"]["executable"] for e in events if e["name"] == "forward"]
+    assert steps[0].startswith("begin mixed")
+    assert steps[1:] == ["decode[1x1]/greedy"] * 3
+    assert f"{len(steps)} steps in" in result.stderr
+    refused = run(*options, "--trace", tmp_path / "none" / "trace.json")
+    assert refused.exit_code == 1
+    assert "cannot be written" in refused.stderr
+
+
 def test_a_seed_decides_the_draws():
     options = (
         "--model",
