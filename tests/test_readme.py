@@ -19,8 +19,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("code", BLOCKS, ids=[f"block{i}" for i in range(len(BLOCKS))])
-def test_the_examples_run(code, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_examples_run(code, capsys):
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
     assert "Paris" in capsys.readouterr().out
 

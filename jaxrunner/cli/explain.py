@@ -99,18 +99,16 @@ def _typed(name: str, value: Any) -> Any:
     """A fact of the type that its field has."""
     from jaxrunner.selection.facts import RUNNER_NAMES, Facts
 
+    if name == "override" and value not in RUNNER_NAMES:
+        raise AdmissionError(f"override is {value!r}; use one of {RUNNER_NAMES}")
     default = Facts.__dataclass_fields__[name].default
     if isinstance(default, tuple):
         return tuple(value) if isinstance(value, list) else tuple(str(value).split(","))
-    wanted = {"override": str, "async_scheduling": bool, "draft_max_model_len": int}.get(name, type(default or ""))
-    wanted = type(default) if default is not None else wanted
-    if type(value) is not wanted or (name == "override" and value not in RUNNER_NAMES):
-        raise AdmissionError(f"{name} is {value!r}; it must be a {wanted.__name__}{_hint(name, RUNNER_NAMES)}")
+    of_none = {"async_scheduling": bool, "draft_max_model_len": int}.get(name, str)
+    wanted = of_none if default is None else type(default)
+    if type(value) is not wanted:
+        raise AdmissionError(f"{name} is {value!r}; it must be a {wanted.__name__}")
     return value
-
-
-def _hint(name: str, names: tuple[str, ...]) -> str:
-    return f", one of {names}" if name == "override" else ""
 
 
 def _refused(model: str | None, options: dict[str, Any]) -> list[str]:

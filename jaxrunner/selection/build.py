@@ -28,6 +28,7 @@ def build_runner(
     is not there, AdmissionError for an unknown name in JAXRUNNER_RUNNER. `jaxrunner explain` shows the whole way.
     """
     override, source = asked_runner(config.runner)
+    # A `Model` has attention in every layer; a recurrent one is refused when it is loaded.
     facts = Facts(override=override, override_from=source, architectures=(model.architecture,))
     decision = decide(own.POLICY, facts)
     if decision.errors:

@@ -112,6 +112,7 @@ def raised_by_v2(facts: Facts) -> list[str]:
     """What V2 at 0.28 raises when it is built, outside the gates."""
     context_parallel, method = facts.prefill_context_parallel_size > 1, facts.spec_method
     found = {
+        "V2 requires Triton": not facts.has_triton,
         f"pooling task {facts.pooling_task} is none of {', '.join(POOLING_TASKS)}": (
             facts.pooling_task is not None and facts.pooling_task not in POOLING_TASKS
         ),

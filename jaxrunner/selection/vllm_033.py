@@ -102,6 +102,7 @@ def raised_by_v2(facts: Facts) -> list[str]:
     """What V2 at 0.33 raises after the choice, outside the gates."""
     adaptive = facts.enable_adaptive_verification
     found = {
+        "V2 requires Triton": not facts.has_triton,
         "HiSparse runs on V2 only, but VLLM_USE_V2_MODEL_RUNNER is 0": facts.use_hisparse and facts.override == "host",
         "adaptive verification does not run with LoRA": adaptive and facts.enable_lora,
         "adaptive verification needs full CUDA graphs": adaptive and "FULL" not in facts.cudagraph_mode,

@@ -107,7 +107,7 @@ def test_a_model_that_cannot_be_run_is_an_error_and_vllms_choice_is_still_shown(
         ("vllm-0.33", ("--draft-max-model-len", 64), "takes the target's"),
         ("vllm-0.28", ("--kv-connector-uniform-layout", "true"), "not done yet"),
         ("vllm-0.28", ("--enable-lora", 1), "enable_lora is 1; it must be a bool"),
-        ("vllm-0.28", ("--override", "v2"), "one of ('device', 'host')"),
+        ("vllm-0.28", ("--override", "v2"), "override is 'v2'; use one of ('device', 'host')"),
         ("vllm-0.29", (), "no policy is called 'vllm-0.29'"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from jaxrunner import DeviceRunner
@@ -9,10 +11,16 @@ from tests.conftest import load_tiny
 from tests.runner.plans import CONFIG, LADDER
 
 
-@pytest.fixture(scope="session")
-def shared_table():
+@functools.cache
+def _shared_table():
+    """Not a session's fixture, which each folder that imports it would have for itself."""
     model, weights = load_tiny("llama")
     return DeviceRunner(model, weights, CONFIG, ladder=LADDER).table
+
+
+@pytest.fixture
+def shared_table():
+    return _shared_table()
 
 
 @pytest.fixture

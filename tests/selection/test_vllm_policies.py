@@ -57,6 +57,7 @@ def test_the_environment_outweighs_the_policy_both_ways(decided):
     assert decided(DENSE, override="host").label == "V1"
     assert decided(MOE, override="device").label == "V2"
     assert decided(DENSE, override="host", has_triton=False).errors == ()
+    assert decided(DENSE, override="device", has_triton=False).errors == ("V2 requires Triton",)
 
 
 @pytest.mark.parametrize("decided", [at_028, at_033])
@@ -76,8 +77,10 @@ FORCED_028 = {
 
 @pytest.mark.parametrize("case", FORCED_028.values(), ids=FORCED_028)
 def test_cases_that_only_v2_takes_at_028_are_forced_past_model_and_triton(case):
-    decision = at_028(MOE, has_triton=False, **case)
+    decision = at_028(MOE, **case)
     assert (decision.label, decision.answer.forced, decision.errors) == ("V2", True, ())
+    without = at_028(MOE, has_triton=False, **case)
+    assert (without.label, without.errors) == ("V2", ("V2 requires Triton",))
     with_gate = at_028(MOE, enable_prompt_embeds=True, **case)
     assert with_gate.label == "V2"
     assert with_gate.errors == ("V2 does not support prompt embeddings",)  # raised, where a policy would fall back

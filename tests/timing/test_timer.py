@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, SamplingParams, StepTimer
+from jaxrunner import LLM, Ladder, SamplingParams, StepTimer
 from jaxrunner.contract import SchedulerOutput
 from jaxrunner.ladder.recording import StepRecorder
-from jaxrunner.runner.device_runner import DeviceRunner
+from jaxrunner.selection.registry import HOMES
 from jaxrunner.timing.ranges import RANGES
 from jaxrunner.timing.times import DISPATCH, HOST
 from tests.conftest import GOLDEN
@@ -20,10 +21,18 @@ PROMPTS = [[5, 6, 7], list(range(9, 29)), [3]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
+LADDER = Ladder(decode=(2,), mixed=(16,), finish=(2,), tiers=("greedy",))
+TABLES: dict = {}
+BUILT = [name for name, home in HOMES.items() if home.is_built]
+
+
+@pytest.fixture(scope="module", params=itertools.product(BUILT, [True, False]), ids=lambda p: f"{p[0]}-async={p[1]}")
 def llm(request):
-    sizes = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 16}
-    return LLM(str(GOLDEN / "tiny" / "llama"), async_scheduling=request.param, **sizes)
+    name, is_async = request.param
+    sizes = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 16, "ladder": LADDER}
+    made = LLM(str(GOLDEN / "tiny" / "llama"), runner=name, async_scheduling=is_async, **sizes)
+    made.runner.table = TABLES.setdefault(name, made.runner.table)  # compiled once
+    return made
 
 
 def ids(outputs):
@@ -86,7 +95,7 @@ def test_after_close_the_runner_is_as_it_was(llm):
     timer.close()
     timer.close()
     assert llm.runner.annotate is annotate
-    assert llm.runner.execute_model.__func__ is DeviceRunner.execute_model
+    assert llm.runner.execute_model.__func__ is type(llm.runner).execute_model
     llm.generate(PROMPTS, PARAMS)
     assert len(timer.times) == 0
     with pytest.raises(ValueError, match="capacity is 0"):
