@@ -69,15 +69,14 @@ def _explained(name: str, model: str | None, given: dict[str, Any]) -> Explanati
     from jaxrunner.selection.explain import explain as walk
     from jaxrunner.selection.facts import Facts
 
-    facts_given = {k: v for k, v in given.items() if k in Facts.__dataclass_fields__}
-    facts = _facts(model, facts_given)
+    facts = _facts(model, {k: v for k, v in given.items() if k in Facts.__dataclass_fields__})
     if name != "jaxrunner":
         return walk(name, facts, given)
     from jaxrunner.selection.build import asked_runner
 
     override, source = asked_runner(given.get("runner"))
     explanation = walk(name, dataclasses.replace(facts, override=override, override_from=source), given)
-    errors = _refused(model, {k: v for k, v in given.items() if k not in facts_given or k == "async_scheduling"})
+    errors = _refused(model, given)
     decision = dataclasses.replace(explanation.decision, errors=(*explanation.decision.errors, *errors))
     return dataclasses.replace(explanation, decision=decision)
 

@@ -50,7 +50,8 @@ def blocks_that_fit(model: Model, weights: Any, config: RunnerConfig, ladder: La
     kv_bytes = sum(x.size * x.dtype.itemsize for x in state.kv.blocks)
     per_block = kv_bytes // 2
     rest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) - kv_bytes
-    programs = ProgramSet(model, weights, state, ladder, implementation=config.implementation)
+    options: dict[str, Any] = {"implementation": config.implementation, "custom": config.custom}
+    programs = ProgramSet(model, weights, state, ladder, **options)
     temporary = largest_temporary(programs, open_cache(config.executable_cache))
     available = int(free_bytes * (1 - MARGIN)) - rest - temporary
     blocks = available // per_block

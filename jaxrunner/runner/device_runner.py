@@ -11,26 +11,32 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.profiler import TraceAnnotation
 
-from jaxrunner.compile.buckets import Tier
+from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.executable_cache import open_cache
 from jaxrunner.compile.ladder import Ladder
-from jaxrunner.compile.programs import Program, ProgramSet
+from jaxrunner.compile.programs import COPY, Program, ProgramSet
 from jaxrunner.compile.table import BucketTable
 from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from jaxrunner.errors import AdmissionError, CapacityError, NotBuiltError
+from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.models.model import Model
 from jaxrunner.runner.admission import check_block_lists, check_new_request, check_scheduler_output
 from jaxrunner.runner.batch_order import sort_requests
 from jaxrunner.runner.config import RunnerConfig, empty_state
+from jaxrunner.runner.grammar import check_grammar_output, no_grammar, step_bitmask
 from jaxrunner.runner.host_rows import HostRows
-from jaxrunner.runner.output import AsyncOutput
+from jaxrunner.runner.kept_arrays import KeptArrays
+from jaxrunner.runner.output import Asked, AsyncOutput
+from jaxrunner.runner.prompt_reports import AskedTokens, Piece, PromptReport, PromptReports, asked_tokens
 from jaxrunner.runner.rows import RowMap
+from jaxrunner.sampling.custom import NO_CUSTOM
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.stages.inputs import StepInput, block_write_capacity
+from jaxrunner.stages.prompt_logprobs import prompt_layout
 from jaxrunner.stages.sample import StepOutput
 from jaxrunner.stages.step import Pending
 from jaxrunner.state.admission import ENTRIES_PER_CALL, AdmitEntry, pack_admit, release_entry
@@ -39,20 +45,28 @@ from jaxrunner.state.block_moves import MOVES_PER_CALL, pack_moves
 from jaxrunner.state.block_tables import expand_block_ids
 from jaxrunner.state.block_writes import no_block_writes
 from jaxrunner.state.records import derived_seed, request_record
+from jaxrunner.state.reports import check_reports
+from jaxrunner.state.request_arrays import check_extra_args, request_rows
 from jaxrunner.state.request_lists import check_lists, list_writes
 from jaxrunner.state.runner_state import RunnerState
 from jaxrunner.timing.ranges import Annotate
 
 
 class Parked(NamedTuple):
-    """A step between `execute_model` and `sample_tokens`. output is set when the whole step was launched."""
+    """A step between `execute_model` and `sample_tokens`. output is set when the whole step was launched.
+
+    prompt: the tokens of prompts that are to be scored. is_structured, samples: bool[B], requests with
+    structured_outputs, and those that get a token.
+    """
 
     req_ids: list[str]
     tier: Tier
     output: StepOutput | None
     pending: Pending | None
-    num_logprobs: np.ndarray
-    wants_mask: np.ndarray
+    asked: Asked
+    prompt: AskedTokens | None
+    is_structured: np.ndarray
+    samples: np.ndarray
 
 
 class DeviceRunner:
@@ -73,15 +87,19 @@ class DeviceRunner:
         self.ladder = ladder or default_ladder(model, config)
         self.state: RunnerState = empty_state(model, config)
         self.groups = self.state.tables.groups
-        programs = ProgramSet(model, weights, self.state, self.ladder, implementation=config.implementation)
+        options: dict[str, Any] = {"implementation": config.implementation, "custom": config.custom}
+        programs = ProgramSet(model, weights, self.state, self.ladder, **options)
         cache = open_cache(config.executable_cache)
         self.table = BucketTable(programs, policy=config.bucket_policy, cache=cache)
         self.rows = RowMap(config.max_num_seqs)
         widths = [table.shape[1] for table in self.state.tables.block_table]
+        self._prompts = PromptReports()
         self._host = HostRows(config.max_num_seqs + 1, self.groups, widths, config.max_model_len)
         self._seed = seed
         self._num_admitted = 0
         self._parked: Parked | None = None
+        self._kept = KeptArrays(self.state.sampling.custom)
+        self.no_grammar: dict[int, jax.Array] = {}  # by rows; see `runner.grammar.no_grammar`
         self.annotate: Annotate = TraceAnnotation
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -110,19 +128,32 @@ class DeviceRunner:
         return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput:
-        """Complete the step that `execute_model` launched. With async_scheduling the result is still on its way."""
+        """Complete the step that `execute_model` launched. With async_scheduling the result is still on its way.
+
+        grammar_output: the masks of all requests with structured_outputs that get a token in this step, in any order.
+        They are needed only now, so fill them while the forward pass runs. Raises AdmissionError where one is missing
+        or has no such request; the step then still waits, for masks that fit.
+        """
         if self._parked is None:
             raise RuntimeError("sample_tokens without a step; call execute_model first")
-        if grammar_output is not None:
-            raise NotBuiltError("structured output is not built: no request of this step can need a grammar mask")
-        parked, self._parked = self._parked, None
+        parked, has_grammar = self._parked, bool(self._parked.is_structured.any())
+        if has_grammar or grammar_output is not None:
+            check_grammar_output(grammar_output, parked.req_ids, parked.is_structured, parked.samples)
+        self._parked = None
         output = parked.output
         if output is None:
             entry = self._look_up(self.table.programs.finish(len(parked.req_ids), parked.tier))
+            assert parked.pending is not None
+            masks = grammar_output if has_grammar else None
+            bitmask = self._bitmask(masks, parked.req_ids, entry.program.size)
             with self.annotate("sample"):
-                self.state, output = self.table.call(entry, self.weights, self.state, parked.pending)
-        reports = parked.num_logprobs, parked.wants_mask
-        result = AsyncOutput(parked.req_ids, output, *reports, annotate=self.annotate)
+                pending = parked.pending.last_tokens
+                self.state, output = self.table.call(entry, self.weights, self.state, pending, bitmask)
+            has_custom = self.table.programs.custom != NO_CUSTOM
+            if not (has_grammar or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[parked.tier]):
+                output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
+        asked = parked.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
+        result = AsyncOutput(parked.req_ids, output, asked, annotate=self.annotate)
         return result if self.config.async_scheduling else result.get_output()
 
     def warm_up(self, **options: Any) -> None:
@@ -135,6 +166,7 @@ class DeviceRunner:
         """
         released = set()
         for req_id in sorted(so.finished_req_ids | (so.preempted_req_ids or set())):
+            self._prompts.drop(req_id)
             if (row := self.rows.remove(req_id)) is not None:
                 released.add(row)
         entries = []
@@ -146,6 +178,7 @@ class DeviceRunner:
             entries.append(entry)
         for row in released:
             self._host.clear(row)
+        self._kept.forget(so.finished_req_ids | {r.req_id for r in so.scheduled_new_reqs})
         self._apply_admissions([release_entry(row) for row in sorted(released)] + entries)
         grown = so.scheduled_cached_reqs.with_new_blocks()
         writes = [self._host.append_blocks(self.rows[req_id], blocks) for req_id, blocks in grown]
@@ -162,6 +195,7 @@ class DeviceRunner:
             groups=self.groups,
             block_writes=block_writes,
             tier=self._host.tier_of(rows),
+            keeps_tokens=(asked := self._prompt_tokens(rows, counts)) is not None and len(asked.tokens) > 0,
         )
         return req_ids, inputs
 
@@ -171,11 +205,12 @@ class DeviceRunner:
 
     def _pack(self, inputs: StepInput) -> tuple[Entry, np.ndarray]:
         """(the executable that will run, its upload). Block writes that do not fit into it go up before it."""
-        bucket = self.ladder.pick(inputs)
+        programs, bucket = self.table.programs, self.ladder.pick(inputs)
         if len(inputs.block_writes) > block_write_capacity(bucket, self.groups):
             self._apply_admissions([AdmitEntry(row=0, block_writes=inputs.block_writes)])
             inputs = dataclasses.replace(inputs, block_writes=no_block_writes())
-        entry = self._look_up(self.table.programs.first(bucket), real_tokens=inputs.num_tokens)
+        has_grammar = bool(self._host.is_structured[inputs.idx_mapping].any())
+        entry = self._look_up(programs.first(bucket, has_grammar=has_grammar), real_tokens=inputs.num_tokens)
         assert entry.program.bucket is not None
         return entry, inputs.pack(entry.program.bucket)
 
@@ -187,10 +222,41 @@ class DeviceRunner:
         with self.annotate("forward", program=entry.program):
             self.state, result = self.table.call(entry, self.weights, self.state, upload)
         fused = entry.program.kind == "step"
-        self._host.advance(inputs.idx_mapping, inputs.num_scheduled_tokens)
         rows = inputs.idx_mapping
-        reports = self._host.num_logprobs[rows], self._host.wants_mask(rows)
-        return Parked(req_ids, inputs.tier, result if fused else None, None if fused else result, *reports)
+        prompt = self._prompt_tokens(rows, inputs.num_scheduled_tokens)
+        samples = self._host.advance(rows, inputs.num_scheduled_tokens)
+        asked = Asked(self._host.num_logprobs[rows], self._host.num_listed[rows], self._host.wants_mask(rows))
+        pending, output = (None, result) if fused else (result, None)
+        return Parked(req_ids, inputs.tier, output, pending, asked, prompt, self._host.is_structured[rows], samples)
+
+    def _prompt_tokens(self, rows: np.ndarray, counts: np.ndarray) -> AskedTokens | None:
+        if not len(self._prompts):
+            return None
+        return asked_tokens(rows, counts, self._host.computed[rows], self._host.num_prompt_scores[rows])
+
+    def _score_prompts(self, parked: Parked, tokens: AskedTokens) -> Asked:
+        """Launch the scoring of a step's prompt tokens, as many calls as they need."""
+        program, found = self.table.programs.prompt_logprobs, []
+        layout = prompt_layout(program.size)
+        for start in range(0, len(tokens.tokens), program.size):
+            part = slice(start, start + program.size)
+            values = {"tokens": tokens.tokens[part], "rows": tokens.rows[part], "positions": tokens.positions[part]}
+            entry, upload = self._look_up(program), layout.pack(values)
+            with self.annotate("sample"):
+                self.state, scores = self.table.call(entry, self.weights, self.state, parked.pending, upload)
+            found.append(scores)
+        piece = Piece(found, len(tokens.tokens), *self._prompts.most(parked.req_ids, tokens)) if found else None
+        return parked.asked._replace(piece=piece, prompts=tuple(self._prompts.take(parked.req_ids, tokens, piece)))
+
+    def _bitmask(
+        self, grammar_output: GrammarOutput | None, req_ids: list[str], num_rows: int
+    ) -> np.ndarray | jax.Array:
+        """The mask of the step's rows. What forbids nothing lives on the device: most steps upload no mask."""
+        if grammar_output is not None:
+            return step_bitmask(grammar_output, req_ids, num_rows=num_rows, vocab_size=self.model.vocab_size)
+        if num_rows not in self.no_grammar:
+            self.no_grammar[num_rows] = jax.device_put(no_grammar(num_rows, self.model.vocab_size))
+        return self.no_grammar[num_rows]
 
     def _apply_admissions(self, entries: list[AdmitEntry]) -> None:
         programs = self.table.programs
@@ -231,9 +297,30 @@ class DeviceRunner:
             params=params,
             seed=self._next_seed(),
         )
-        self._host.occupy(row, len(tokens), request.num_computed_tokens, params)
+        prompt_len, vocab_size = len(request.prompt_token_ids), self.model.vocab_size
+        scores = prompt_len - 1 if params.scores_prompt and len(tokens) == prompt_len else 0
+        if scores:
+            self._prompts.add(request.req_id, PromptReport.asked_by(params, vocab_size))
+        computed = request.num_computed_tokens
+        self._host.occupy(row, len(tokens), computed, params, vocab_size=vocab_size, num_prompt_scores=scores)
         lists = list_writes(params, self.model.eos_token_ids, self.config.list_sizes)
-        return AdmitEntry(row, record, tokens, self._host.append_blocks(row, request.block_ids), lists)
+        arrays = request_rows(params, self.state.sampling.custom, len(tokens), self._kept.values(request))
+        return AdmitEntry(row, record, tokens, self._host.append_blocks(row, request.block_ids), lists, arrays)
+
+    def _keep_arrays(self, so: SchedulerOutput) -> None:
+        """Copy out of their rows what preempted requests cannot have again."""
+        if not self._kept.is_needed:
+            return
+        leaving = (so.preempted_req_ids or set()) | {r.req_id for r in so.scheduled_new_reqs}
+        held = sorted(req_id for req_id in leaving - so.finished_req_ids if req_id in self.rows)
+        for start in range(0, len(held), COPY.size):
+            part = held[start : start + COPY.size]
+            rows = np.zeros(COPY.size, np.int32)
+            rows[: len(part)] = self.rows.take(part)
+            entry = self._look_up(COPY)
+            with self.annotate("admit"):
+                self.state, copied = self.table.call(entry, self.state, rows)
+            self._kept.keep(part, copied)
 
     def _next_seed(self) -> int:
         self._num_admitted += 1
@@ -241,6 +328,7 @@ class DeviceRunner:
 
     def _check(self, so: SchedulerOutput) -> None:
         check_scheduler_output(so, self.rows)
+        self._keep_arrays(so)
         gone = {i for i in so.finished_req_ids | (so.preempted_req_ids or set()) if i in self.rows}
         readded = {r.req_id for r in so.scheduled_new_reqs if r.req_id in self.rows} - gone
         if len(so.scheduled_new_reqs) > self.rows.num_free + len(gone) + len(readded):
@@ -262,6 +350,10 @@ class DeviceRunner:
                 has_thinking=self.config.thinking is not None,
                 where=f"request {request.req_id!r}",
             )
+            params = request.sampling_params or SamplingParams()
+            check_reports(params, self.config.reports, where=f"request {request.req_id!r}")
+            check_extra_args(params, self.state.sampling.custom, f"request {request.req_id!r}")
+            self._kept.values(request)
             self._check_blocks(request.req_id, 0, request.block_ids)
         cached = so.scheduled_cached_reqs
         for req_id, blocks in cached.with_new_blocks():
@@ -296,12 +388,12 @@ def default_ladder(model: Model, config: RunnerConfig) -> Ladder:
 
 def _admission_call(entries: list[AdmitEntry], programs: ProgramSet) -> tuple[int, Program]:
     """(how many of the first entries one call takes, the program for them)."""
-    count = tokens = blocks = lists = 0
+    count = tokens = blocks = lists = arrays = 0
     program = None
     for entry in entries[:ENTRIES_PER_CALL]:
         tokens, blocks = tokens + len(entry.tokens), blocks + len(entry.block_writes)
-        lists += len(entry.list_writes)
-        fitting = programs.admit_for(tokens, blocks, lists)
+        lists, arrays = lists + len(entry.list_writes), arrays + bool(entry.arrays)
+        fitting = programs.admit_for(tokens, blocks, lists, arrays)
         if fitting is None:
             break
         count, program = count + 1, fitting

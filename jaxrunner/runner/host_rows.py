@@ -10,7 +10,7 @@ import numpy as np
 from jaxrunner.compile.buckets import Feature, Tier, lowest_tier
 from jaxrunner.contract import CachedRequestData
 from jaxrunner.errors import AdmissionError
-from jaxrunner.runner.output import NO_LOGPROBS
+from jaxrunner.runner.logprob_columns import NO_LOGPROBS
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.block_tables import KVGroup, expand_block_ids
 
@@ -20,7 +20,9 @@ class HostRows:
 
     num_blocks: i32[rows, G], kernel blocks in the row's tables. computed: tokens that were scheduled. known: tokens
     that the device has or will have sampled when the steps so far are done. features: bits of
-    `Feature`. num_logprobs: asked for, or NO_LOGPROBS. widths: columns of each group's table.
+    `Feature`. num_logprobs, num_listed: best ids asked for, or NO_LOGPROBS, and ids listed. num_prompt_scores: tokens
+    of the prompt that are to be scored, 0 for none. is_structured: bool[rows], requests with structured_outputs.
+    widths: columns of each group's table.
     """
 
     def __init__(self, num_rows: int, groups: Sequence[KVGroup], widths: Sequence[int], max_model_len: int):
@@ -32,19 +34,38 @@ class HostRows:
         self.known = np.zeros(num_rows, np.int32)
         self.features = np.zeros(num_rows, np.int32)
         self.num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
+        self.num_listed = np.zeros(num_rows, np.int32)
+        self.num_prompt_scores = np.zeros(num_rows, np.int32)
+        self.is_structured = np.zeros(num_rows, bool)
         self._sizes = np.array([g.block_size for g in groups], np.int32)
 
-    def occupy(self, row: int, num_tokens: int, num_computed_tokens: int, params: SamplingParams) -> None:
+    def occupy(
+        self,
+        row: int,
+        num_tokens: int,
+        num_computed_tokens: int,
+        params: SamplingParams,
+        *,
+        vocab_size: int,
+        num_prompt_scores: int = 0,
+    ) -> None:
         """A request moves in, with no blocks yet."""
-        self.num_blocks[row] = 0
+        self.clear(row)
         self.computed[row], self.known[row] = num_computed_tokens, num_tokens
         self.features[row] = params.features
-        self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        if Feature.LOGPROBS in params.features:
+            asked = params.logprobs or 0
+            self.num_logprobs[row] = vocab_size if asked < 0 else min(asked, vocab_size)
+            self.num_listed[row] = len(params.logprob_token_ids or ())
+        self.num_prompt_scores[row] = num_prompt_scores
+        self.is_structured[row] = params.structured_outputs is not None
 
     def clear(self, row: int) -> None:
         """The row's request is gone."""
         self.num_blocks[row] = self.computed[row] = self.known[row] = self.features[row] = 0
         self.num_logprobs[row] = NO_LOGPROBS
+        self.num_listed[row] = self.num_prompt_scores[row] = 0
+        self.is_structured[row] = False
 
     def tier_of(self, rows: np.ndarray) -> Tier:
         """The tier that serves all of `rows`."""
@@ -68,10 +89,13 @@ class HostRows:
             parts.append(part)
         return np.concatenate(parts)
 
-    def advance(self, rows: np.ndarray, counts: np.ndarray) -> None:
-        """Count a step that was launched: its tokens, and one more known token for each row that samples."""
+    def advance(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Count a step that was launched: its tokens, and one more known token for each row that samples. Returns which
+        do, bool[len(rows)]."""
         self.computed[rows] += counts
-        self.known[rows] += self.computed[rows] == self.known[rows]
+        samples = self.computed[rows] == self.known[rows]
+        self.known[rows] += samples
+        return samples
 
     def check_widths(self, req_id: str, row: int, block_ids: Iterable[Sequence[int]]) -> None:
         """Raises AdmissionError if the row's tables have no room for more blocks. row: 0 for a new request."""

@@ -22,34 +22,15 @@ def recurrent(facts: Facts) -> Answer:
     return Answer(f"{kind}: its state would have to move with every row of HostRunner", "device", forced=True)
 
 
-def gates(facts: Facts) -> Answer:
-    """Is anything asked for that DeviceRunner cannot do?"""
-    if closed := closed_for_device(facts):
-        return Answer(", ".join(closed), "host", forced=True)
-    return passing("no")
-
-
 def default(facts: Facts) -> Answer:
     """Which runner is the policy's?"""
     return Answer("it is the policy's choice for every model, and nothing stands against it", "device")
 
 
-def closed_for_device(facts: Facts) -> list[str]:
-    """What DeviceRunner cannot do of what is asked."""
-    found = {
-        "logits processors that follow batch updates": bool(facts.logits_processors),
-        **_recurrent_layers(facts),
-    }
-    return [what for what, applies in found.items() if applies]
-
-
-def closed_for_host(facts: Facts) -> list[str]:
-    """What HostRunner cannot do of what is asked."""
-    return [what for what, applies in _recurrent_layers(facts).items() if applies]
-
-
-def _recurrent_layers(facts: Facts) -> dict[str, bool]:
-    return {"recurrent layers, which no runner of this version has": facts.is_hybrid or facts.is_attention_free}
+def unsupported(facts: Facts) -> list[str]:
+    """What no runner can do of what is asked."""
+    recurrent_layers = facts.is_hybrid or facts.is_attention_free
+    return ["recurrent layers, which no runner of this version has"] if recurrent_layers else []
 
 
 def _absent_host(facts: Facts) -> list[str]:
@@ -59,7 +40,7 @@ def _absent_host(facts: Facts) -> list[str]:
 POLICY = Policy(
     name="jaxrunner",
     labels={name: home.class_name for name, home in HOMES.items()},
-    rules=(asked, recurrent, gates, default),
-    gates={"device": closed_for_device, "host": closed_for_host},
+    rules=(asked, recurrent, default),
+    gates={"device": unsupported, "host": unsupported},
     checks={"host": _absent_host},
 )

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 RANGES = ("preprocess", "lookup", "admit", "forward", "sample", "wait", "postprocess")
 """preprocess: all that the host does before the launch. In it, lookup: an executable is looked up, and made where it is
-not there; admit: executables that admit, release and move are launched. forward: the step is launched, or its first
-half; sample: the second half. wait: for the tokens. postprocess: the output is built from them."""
+not there; admit: executables that admit, release, copy and move are launched. forward: the step is launched, or its
+first half; sample: the second half, and the scoring of prompts. wait: for the tokens. postprocess: the output is built
+from them."""
 DEVICE_SCOPES = ("preprocess", "forward", "sample", "postprocess")
 
 

@@ -35,7 +35,7 @@ def test_the_way_to_the_default_is_shown_rule_by_rule():
     assert "1. Is a runner asked for, by `runner` or by JAXRUNNER_RUNNER?" in result.stdout
     assert "=> DeviceRunner" in result.stdout
     assert "runner/device_runner.py: DeviceRunner.__init__" in result.stdout
-    assert len(told()["visits"]) == 4
+    assert len(told()["visits"]) == 3
     assert told()["fields"]["prefix_caching"] == ["engine/llm.py: LLM.__init__"]
 
 
@@ -129,3 +129,12 @@ def test_a_field_with_an_effect_elsewhere_is_noted():
     report = told("--policy", "vllm-0.28", "--disable-padded-drafter-batch", "true")
     assert report["async_scheduling"]["enabled"] is False
     assert "still turns async scheduling off" in report["notes"][0]
+
+
+def test_functions_of_the_users_own_are_options_of_both_meanings():
+    """For vLLM they are names that close a gate; here they are functions, which a command line cannot give."""
+    fields = told()["fields"]
+    assert "engine/llm.py: LLM._request" in fields["logits_processors"]  # through a property of the configuration
+    assert fields["logprobs_mode"] == fields["nan_check"]
+    assert "a Sampler is a function, not 'my.sampler'" in run("--sampler", "my.sampler").stderr
+    assert "custom logits processors" in told("--policy", "vllm-0.28", "--logits-processors", "my.P")["why"]

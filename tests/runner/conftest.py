@@ -13,12 +13,12 @@ from tests.runner.plans import CONFIG, LADDER
 
 @functools.cache
 def _shared_table():
-    """Not a session's fixture, which each folder that imports it would have for itself."""
+    """A session's fixture alone would be made again for each folder that imports it."""
     model, weights = load_tiny("llama")
     return DeviceRunner(model, weights, CONFIG, ladder=LADDER).table
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def shared_table():
     return _shared_table()
 

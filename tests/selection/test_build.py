@@ -99,17 +99,3 @@ def test_recurrent_models_are_forced_to_the_device_and_refused_until_they_are_bu
     asked = decide(own.POLICY, Facts(override="host", **{kind: True}))
     assert asked.runner == "host"
     assert "recurrent layers" in asked.errors[0]
-
-
-def test_a_closed_gate_falls_back_with_its_reason_and_raises_where_the_runner_is_asked_for(host):
-    facts = Facts(logits_processors=("my.Processor",))
-    decision = decide(own.POLICY, facts)
-    assert (decision.label, decision.errors) == ("HostRunner", ())
-    assert decision.answer.why == "logits processors that follow batch updates"
-    asked = decide(own.POLICY, dataclasses.replace(facts, override="device"))
-    assert asked.errors == ("DeviceRunner does not support logits processors that follow batch updates",)
-
-
-def test_a_fallback_that_is_not_there_is_an_error(no_host):
-    decision = decide(own.POLICY, Facts(logits_processors=("my.Processor",)))
-    assert decision.errors == ("HostRunner is not built in this version",)
