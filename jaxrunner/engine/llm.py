@@ -27,10 +27,11 @@ from jaxrunner.engine.stop_strings import StopStrings
 from jaxrunner.errors import AdmissionError
 from jaxrunner.models.loading import load
 from jaxrunner.models.stream_decoder import StreamDecoder
-from jaxrunner.runner.device_runner import DeviceRunner, default_ladder
+from jaxrunner.runner.device_runner import default_ladder
 from jaxrunner.runner.output import AsyncOutput
 from jaxrunner.sampling.packed_bits import num_words
 from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.selection.build import build_runner
 from jaxrunner.state.records import check_token_ids, derived_seed
 from jaxrunner.state.reports import check_reports
 from jaxrunner.state.request_arrays import check_extra_args
@@ -51,7 +52,8 @@ class LLM:
     their own get one derived from it and their number. prefix_caching: reuse the KV of equal prefixes.
     async_scheduling: plan and launch each step before the tokens of the one before have arrived.
     ladder: buckets of your own, e.g. fitted to a trace (`jaxrunner.ladder`); AdmissionError if the engine could outgrow
-    them.
+    them. runner: "device" or "host"; None leaves it to JAXRUNNER_RUNNER and then to the policy. Which one was built,
+    and why, is logged; `jaxrunner explain` shows the way to it.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class LLM:
         ladder.check_holds(**sizes)
         if free is not None:
             config = dataclasses.replace(config, num_blocks=blocks_that_fit(self.model, weights, config, ladder, free))
-        self.runner = DeviceRunner(self.model, weights, config, ladder=ladder, seed=seed)
+        self.runner = build_runner(self.model, weights, config, ladder=ladder, seed=seed)
         self.scheduler = Scheduler(
             config, len(self.runner.groups), prefix_caching=prefix_caching, max_stop_ids=config.list_sizes.stop_ids
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from jaxrunner import DeviceRunner
@@ -9,10 +11,16 @@ from tests.conftest import load_tiny
 from tests.runner.plans import CONFIG, LADDER
 
 
-@pytest.fixture(scope="session")
-def shared_table():
+@functools.cache
+def _shared_table():
+    """A session's fixture alone would be made again for each folder that imports it."""
     model, weights = load_tiny("llama")
     return DeviceRunner(model, weights, CONFIG, ladder=LADDER).table
+
+
+@pytest.fixture(scope="session")
+def shared_table():
+    return _shared_table()
 
 
 @pytest.fixture
