@@ -168,7 +168,7 @@ class LLM:
         ended: list[Request] = []
         if says_something and self.runner.execute_model(plan) is None:
             ended += self._sample(plan, frame)
-        ahead = self.runner.config.async_scheduling and not self.runner.warming_up
+        ahead = self.runner.config.async_scheduling and not self.runner.table.warming_up
         while self._in_flight and (len(self._in_flight) > ahead or not plan.total_num_scheduled_tokens):
             ended += self._take_oldest()
         return ended

@@ -160,11 +160,6 @@ class DeviceRunner:
         """Make the executables of the whole ladder, now or in the background; see `BucketTable.warm_up`."""
         self.table.warm_up(**options)
 
-    @property
-    def warming_up(self) -> bool:
-        """Whether executables are being made in the background."""
-        return self.table.warming_up
-
     def update_states(self, so: SchedulerOutput) -> np.ndarray:
         """Stage 0, on the host: free rows of finished and preempted requests, give rows to new ones, and return the
         block-table writes of known ones, i32[N, 4]. Rows that changed go up through the admit executable.
