@@ -14,6 +14,7 @@ from flax import struct
 from jaxrunner.compile.buckets import Tier
 from jaxrunner.models import transformer
 from jaxrunner.models.model import Model
+from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.sampling.custom import NO_CUSTOM, CustomRun, CustomSampling, SamplingContext
 from jaxrunner.sampling.grammar import is_allowed, mask_by_grammar
 from jaxrunner.sampling.history import History
@@ -68,6 +69,7 @@ def sample(
     custom: CustomSampling = NO_CUSTOM,
     grammar_bitmask: jax.Array | None = None,
     return_scores: bool = False,
+    implementation: Implementation = None,
 ) -> tuple[StepOutput, Mapping[str, jax.Array]]:
     """(sampled ids of a batch, new values of the rows' arrays that custom functions update).
 
@@ -84,7 +86,9 @@ def sample(
     history = History(state.requests.token_ids, rows, state.requests.prompt_len[rows])
     params = state.sampling.take(rows)
     run = _custom_run(state, requests, history, params.seed, custom)
-    sampled = sample_tokens(logits, params, requests.seq_lens, tier=tier, history=history, custom=run)
+    sampled = sample_tokens(
+        logits, params, requests.seq_lens, tier=tier, history=history, custom=run, implementation=implementation
+    )
     samples, no_id_left, num_nans, failed_by_nan = requests.samples, sampled.no_id_left, None, None
     if no_id_left is None and grammar_bitmask is not None:
         no_id_left = ~is_allowed(grammar_bitmask, sampled.token_ids)
