@@ -39,10 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tiny programs that run a few times each are compiled cheaply; a real model's, and those of a GPU, in full."""
+    """Programs that run a few times each are compiled cheaply; those of the long-lived engine and of a GPU in full."""
     import jax
 
-    cheap = jax.default_backend() == "cpu" and "smollm2" not in item.keywords
+    cheap = jax.default_backend() == "cpu" and "smollm2_llm" not in getattr(item, "fixturenames", ())
     jax.config.update("jax_disable_most_optimizations", cheap)
 
 
@@ -63,6 +63,17 @@ def tiny_llama():
 @pytest.fixture(scope="session")
 def golden_dir() -> Path:
     return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def executables_dir(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("executables")
+
+
+@pytest.fixture
+def kept_executables(executables_dir, monkeypatch) -> None:
+    """Commands that make an engine each find the executables of the one before, as those of a user do."""
+    monkeypatch.setenv("JAXRUNNER_COMPILATION_CACHE", str(executables_dir))
 
 
 @pytest.fixture(scope="session")
