@@ -48,6 +48,7 @@ _HOMES = {
     "BucketTable": "jaxrunner.compile.table",
     "compiler_options": "jaxrunner.compile.options",
     "DeviceRunner": "jaxrunner.runner.device_runner",
+    "HostRunner": "jaxrunner.host_runner.runner",
     "RunnerConfig": "jaxrunner.runner.config",
     "SchedulerOutput": "jaxrunner.contract",
     "ModelRunnerOutput": "jaxrunner.contract",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -51,23 +52,36 @@ FIRST_TOKEN_PROGRAMS = 4
 """So many of `ProgramSet.by_urgency`, the first ones, serve any greedy request: prefill, admission, draw, decode."""
 
 
-class ProgramSet:
-    """All programs of one ladder over one model and state. Holds shapes, no arrays.
+class Programs(abc.ABC):
+    """All programs of one ladder over one model and what a runner keeps on the device. Holds shapes, no arrays.
 
-    weights, state: pytrees of arrays or ShapeDtypeStructs. The state is donated by every program.
+    weights, state: pytrees of arrays or ShapeDtypeStructs. The state is donated by every program. admit_sizes: of the
+    programs by which requests enter the state.
     """
 
     def __init__(
-        self, model: Model, weights: Any, state: RunnerState, ladder: Ladder, *, implementation: Implementation = None
+        self,
+        model: Model,
+        weights: Any,
+        state: Any,
+        ladder: Ladder,
+        *,
+        admit_sizes: tuple[int, ...] = (),
+        implementation: Implementation = None,
     ):
         self.model = model
         self.ladder = ladder
         self.implementation = implementation
-        self.groups = state.tables.groups
         self._weights, self._state = _shapes(weights), _shapes(state)
-        self._draft_slots = state.num_draft_tokens
-        self._list_width = state.sampling.sizes.width
-        self._admit_sizes = geometric(min(ADMIT_FIRST, state.max_model_len), state.max_model_len, ADMIT_FACTOR)
+        self._admit_sizes = admit_sizes
+
+    @abc.abstractmethod
+    def function(self, program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """(what the program computes, the shapes of its arguments)."""
+
+    def admit_for(self, num_tokens: int, num_block_writes: int, num_list_writes: int = 0) -> Program | None:
+        """The smallest admit program that holds this much; None if none does, or if requests enter without one."""
+        return None
 
     def all(self) -> list[Program]:
         """Every program, the ones a first request needs first."""
@@ -84,7 +98,7 @@ class ProgramSet:
         kind and tier, which with the others of its kind missing can do their work."""
         ladder, most = self.ladder, self.ladder.max_num_reqs
         prefill = self.first(ladder.mixed_bucket(ladder.max_num_tokens, "greedy"))
-        largest = [prefill, Program("admit", size=self._admit_sizes[-1])]
+        largest = [prefill, *(Program("admit", size=n) for n in self._admit_sizes[-1:])]
         for tier in ladder.tiers:
             largest += [self.finish(most, tier), self.first(ladder.decode_bucket(most, tier))]
         return list(dict.fromkeys([*largest, Program("moves", size=MOVES_PER_CALL), *self.all()]))
@@ -101,16 +115,6 @@ class ProgramSet:
     def finish(self, num_reqs: int, tier: Tier) -> Program:
         return Program("finish", size=self.ladder.finish_rung(num_reqs, tier), tier=tier)
 
-    def admit_for(self, num_tokens: int, num_block_writes: int, num_list_writes: int = 0) -> Program | None:
-        """The smallest admit program that holds this much, or None."""
-        for size in self._admit_sizes:
-            program = Program("admit", size=size)
-            layout = self.admit_layout(program)
-            needed = {"tokens": num_tokens, "block_writes": num_block_writes, "list_writes": num_list_writes}
-            if all(layout.shape_of(section)[0] >= count for section, count in needed.items()):
-                return program
-        return None
-
     def larger(self, program: Program) -> list[Program]:
         """Programs that can stand in for `program`, in ascending order of size."""
         if program.bucket is not None:
@@ -120,17 +124,6 @@ class ProgramSet:
             return []
         sizes = self.ladder.finish_rungs(program.tier) if program.kind == "finish" else self._admit_sizes
         return [dataclasses.replace(program, size=n) for n in sizes if n > program.size]
-
-    def step_layout(self, bucket: Bucket) -> Layout:
-        return step_layout(bucket, self.groups, self._draft_slots)
-
-    def admit_layout(self, program: Program) -> Layout:
-        """Room for `size` tokens and for the block tables of as many, a partly filled block for each entry; and for as
-        many words of lists, in the largest program for the lists of any one request."""
-        blocks = sum(-(-program.size // g.block_size) + g.blocks_per_kv_block * ENTRIES_PER_CALL for g in self.groups)
-        is_largest = program.size == self._admit_sizes[-1]
-        lists = self._list_width if is_largest else min(program.size, self._list_width)
-        return admit_layout(program.size, blocks, num_list_writes=lists)
 
     def trace(self, program: Program) -> jax.stages.Traced:
         """One program, ready to be lowered. No array is made. With `jax_debug_nans` on nothing is donated."""
@@ -150,19 +143,51 @@ class ProgramSet:
         shapes = " ".join(f"{x.dtype}{list(x.shape)}" for x in leaves)
         return [*map(repr, (program, self.model, self.implementation, self.ladder.max_num_reqs)), str(tree), shapes]
 
+
+class ProgramSet(Programs):
+    """The programs of the runner that keeps its requests on the device; see `Programs`."""
+
+    def __init__(
+        self, model: Model, weights: Any, state: RunnerState, ladder: Ladder, *, implementation: Implementation = None
+    ):
+        sizes = geometric(min(ADMIT_FIRST, state.max_model_len), state.max_model_len, ADMIT_FACTOR)
+        super().__init__(model, weights, state, ladder, admit_sizes=sizes, implementation=implementation)
+        self.groups = state.tables.groups
+        self._draft_slots = state.num_draft_tokens
+        self._list_width = state.sampling.sizes.width
+
+    def admit_for(self, num_tokens: int, num_block_writes: int, num_list_writes: int = 0) -> Program | None:
+        for size in self._admit_sizes:
+            program = Program("admit", size=size)
+            layout = self.admit_layout(program)
+            needed = {"tokens": num_tokens, "block_writes": num_block_writes, "list_writes": num_list_writes}
+            if all(layout.shape_of(section)[0] >= count for section, count in needed.items()):
+                return program
+        return None
+
+    def step_layout(self, bucket: Bucket) -> Layout:
+        return step_layout(bucket, self.groups, self._draft_slots)
+
+    def admit_layout(self, program: Program) -> Layout:
+        """Room for `size` tokens and for the block tables of as many, a partly filled block for each entry; and for as
+        many words of lists, in the largest program for the lists of any one request."""
+        blocks = sum(-(-program.size // g.block_size) + g.blocks_per_kv_block * ENTRIES_PER_CALL for g in self.groups)
+        is_largest = program.size == self._admit_sizes[-1]
+        lists = self._list_width if is_largest else min(program.size, self._list_width)
+        return admit_layout(program.size, blocks, num_list_writes=lists)
+
     def function(self, program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """(what the program computes, the shapes of its arguments)."""
         if program.kind == "admit":
             layout = self.admit_layout(program)
-            return functools.partial(apply_admit, layout=layout), (self._state, _vector(layout))
+            return functools.partial(apply_admit, layout=layout), (self._state, vector(layout))
         if program.kind == "moves":
-            return apply_moves, (self._state, _vector(move_layout()))
+            return apply_moves, (self._state, vector(move_layout()))
         if program.kind == "finish":
             options: dict[str, Any] = {"tier": program.tier, "num_reqs": program.size}
             finish = functools.partial(finish_step, self.model, implementation=self.implementation, **options)
             return finish, (self._weights, self._state, self._pending)
         assert program.bucket is not None
-        upload = _vector(self.step_layout(program.bucket))
+        upload = vector(self.step_layout(program.bucket))
         run = self._begin(program.bucket) if program.kind == "begin" else self._step(program.bucket)
         return run, (self._weights, self._state, upload)
 
@@ -172,7 +197,7 @@ class ProgramSet:
 
     def pending_shapes(self, bucket: Bucket) -> Any:
         """Shapes between the two halves of a step in `bucket`: the same for every bucket."""
-        upload = _vector(self.step_layout(bucket))
+        upload = vector(self.step_layout(bucket))
         return jax.eval_shape(self._begin(bucket), self._weights, self._state, upload)[1]
 
     def _step(self, bucket: Bucket):
@@ -192,7 +217,8 @@ def _place_of(argument: Any, arguments: tuple[Any, ...]) -> int:
     return next(i for i, a in enumerate(arguments) if a is argument)
 
 
-def _vector(layout: Layout) -> jax.ShapeDtypeStruct:
+def vector(layout: Layout) -> jax.ShapeDtypeStruct:
+    """The shape of an upload."""
     return jax.ShapeDtypeStruct((layout.size,), jnp.int32)
 
 

@@ -21,6 +21,7 @@ from jaxrunner.engine.scheduler import Frame, Scheduler
 from jaxrunner.engine.sizes import runner_config
 from jaxrunner.engine.stop_strings import StopStrings
 from jaxrunner.errors import AdmissionError
+from jaxrunner.host_runner.runner import HostRunner
 from jaxrunner.models.loading import load
 from jaxrunner.models.stream_decoder import StreamDecoder
 from jaxrunner.runner.device_runner import DeviceRunner, default_ladder
@@ -44,7 +45,7 @@ class LLM:
     their own get one derived from it and their number. prefix_caching: reuse the KV of equal prefixes.
     async_scheduling: plan and launch each step before the tokens of the one before have arrived.
     ladder: buckets of your own, e.g. fitted to a trace (`jaxrunner.ladder`); AdmissionError if the engine could outgrow
-    them.
+    them. runner_class: the design of the runner.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class LLM:
         prefix_caching: bool = True,
         async_scheduling: bool = True,
         ladder: Ladder | None = None,
+        runner_class: type[DeviceRunner] | type[HostRunner] = DeviceRunner,
         **options: Any,
     ):
         if warm_up not in (False, True, "background"):
@@ -69,7 +71,7 @@ class LLM:
         ladder.check_holds(**sizes)
         if free is not None:
             config = dataclasses.replace(config, num_blocks=blocks_that_fit(self.model, weights, config, ladder, free))
-        self.runner = DeviceRunner(self.model, weights, config, ladder=ladder, seed=seed)
+        self.runner = runner_class(self.model, weights, config, ladder=ladder, seed=seed)
         self.scheduler = Scheduler(
             config, len(self.runner.groups), prefix_caching=prefix_caching, max_stop_ids=config.list_sizes.stop_ids
         )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxrunner.contract import NewRequestData, SchedulerOutput
 from jaxrunner.errors import AdmissionError, NotBuiltError
-from jaxrunner.runner.rows import RowMap
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.records import check_token_ids
 
@@ -44,7 +43,16 @@ STEP_FIELD_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def check_scheduler_output(so: SchedulerOutput, known: RowMap) -> None:
+class RowsOf(Protocol):
+    """Row of each request that a runner holds: a `dict`, or what reads like one."""
+
+    def __contains__(self, req_id: object, /) -> bool: ...
+    def __getitem__(self, req_id: str, /) -> int: ...
+    def __len__(self) -> int: ...
+    def keys(self) -> KeysView[str]: ...
+
+
+def check_scheduler_output(so: SchedulerOutput, known: RowsOf) -> None:
     """Raises AdmissionError for a plan that contradicts itself or the runner, NotBuiltError for a field that asks for
     something this version does not have. known: rows of the requests the runner holds.
     """

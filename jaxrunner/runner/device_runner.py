@@ -8,7 +8,6 @@ and a few counts (`HostRows`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,13 +18,13 @@ from jaxrunner.compile.ladder import Ladder
 from jaxrunner.compile.programs import Program, ProgramSet
 from jaxrunner.compile.table import BucketTable
 from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from jaxrunner.errors import AdmissionError, CapacityError, NotBuiltError
+from jaxrunner.errors import CapacityError, NotBuiltError
 from jaxrunner.models.model import Model
-from jaxrunner.runner.admission import check_block_lists, check_new_request, check_scheduler_output
 from jaxrunner.runner.batch_order import sort_requests
 from jaxrunner.runner.config import RunnerConfig, empty_state
 from jaxrunner.runner.host_rows import HostRows
 from jaxrunner.runner.output import AsyncOutput
+from jaxrunner.runner.plan_checks import PlanChecks, block_moves
 from jaxrunner.runner.rows import RowMap
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.stages.inputs import StepInput, block_write_capacity
@@ -33,11 +32,10 @@ from jaxrunner.stages.sample import StepOutput
 from jaxrunner.stages.step import Pending
 from jaxrunner.state.admission import ENTRIES_PER_CALL, AdmitEntry, pack_admit, release_entry
 from jaxrunner.state.audit import audit
-from jaxrunner.state.block_moves import MOVES_PER_CALL, pack_moves
-from jaxrunner.state.block_tables import expand_block_ids
+from jaxrunner.state.block_moves import MOVES_PER_CALL
 from jaxrunner.state.block_writes import no_block_writes
 from jaxrunner.state.records import derived_seed, request_record
-from jaxrunner.state.request_lists import check_lists, list_writes
+from jaxrunner.state.request_lists import list_writes
 from jaxrunner.state.runner_state import RunnerState
 
 
@@ -68,10 +66,11 @@ class DeviceRunner:
         self.groups = self.state.tables.groups
         programs = ProgramSet(model, weights, self.state, self.ladder, implementation=config.implementation)
         cache = open_cache(config.executable_cache)
-        self.table = BucketTable(programs, policy=config.bucket_policy, cache=cache)
+        self.table: BucketTable[ProgramSet] = BucketTable(programs, policy=config.bucket_policy, cache=cache)
         self.rows = RowMap(config.max_num_seqs)
         widths = [table.shape[1] for table in self.state.tables.block_table]
-        self._host = HostRows(config.max_num_seqs + 1, self.groups, widths, config.max_model_len)
+        self._host = HostRows(config.max_num_seqs + 1, self.groups)
+        self._checks = PlanChecks(model, config, self.groups, widths, self.ladder.max_num_tokens)
         self._seed = seed
         self._num_admitted = 0
         self._parked: Parked | None = None
@@ -87,7 +86,7 @@ class DeviceRunner:
         self.table.check()
         if self._parked is not None:
             raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
-        self._check(scheduler_output)
+        self._checks.check(scheduler_output, self.rows, self._host)
         writes = self.update_states(scheduler_output)
         self._move_blocks(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
@@ -153,9 +152,9 @@ class DeviceRunner:
         )
         return req_ids, inputs
 
-    def audit(self) -> None:
+    def audit(self, *, shared_blocks: bool = False) -> None:
         """Raises InvariantError if the state breaks an invariant; see `jaxrunner.state.audit`."""
-        audit(self.state)
+        audit(self.state, shared_blocks=shared_blocks)
 
     def _launch(self, req_ids: list[str], inputs: StepInput) -> Parked:
         programs, bucket = self.table.programs, self.ladder.pick(inputs)
@@ -186,16 +185,8 @@ class DeviceRunner:
         if not (so.new_block_ids_to_zero or so.kv_cache_block_copies):
             return
         entry = self.table.get(Program("moves", size=MOVES_PER_CALL))
-        for upload in self._moves(so):
+        for upload in block_moves(so, self.config):
             self.state = self.table.call(entry, self.state, upload)
-
-    def _moves(self, so: SchedulerOutput) -> list[np.ndarray]:
-        n = self.config.blocks_per_kv_block
-        copies = so.kv_cache_block_copies or []
-        src = expand_block_ids([c.src_block_id for c in copies], n)
-        dst = expand_block_ids([c.dst_block_id for c in copies], n)
-        zero = expand_block_ids(list(so.new_block_ids_to_zero or []), n)
-        return pack_moves(zero, list(zip(src, dst, strict=True)))
 
     def _admit_entry(self, request: NewRequestData) -> AdmitEntry:
         row = self.rows.add(request.req_id)
@@ -216,55 +207,6 @@ class DeviceRunner:
     def _next_seed(self) -> int:
         self._num_admitted += 1
         return derived_seed(self._seed, self._num_admitted)
-
-    def _check(self, so: SchedulerOutput) -> None:
-        check_scheduler_output(so, self.rows)
-        gone = {i for i in so.finished_req_ids | (so.preempted_req_ids or set()) if i in self.rows}
-        readded = {r.req_id for r in so.scheduled_new_reqs if r.req_id in self.rows} - gone
-        if len(so.scheduled_new_reqs) > self.rows.num_free + len(gone) + len(readded):
-            raise CapacityError(f"more than max_num_seqs={self.config.max_num_seqs} requests at a time")
-        for request in so.scheduled_new_reqs:
-            check_new_request(
-                request,
-                vocab_size=self.model.vocab_size,
-                max_model_len=self.config.max_model_len,
-                num_groups=len(self.groups),
-                block_size=self.config.block_size,
-                num_scheduled_tokens=so.num_scheduled_tokens.get(request.req_id, 0),
-            )
-            check_lists(
-                request.sampling_params or SamplingParams(),
-                self.model.eos_token_ids,
-                vocab_size=self.model.vocab_size,
-                sizes=self.config.list_sizes,
-                has_thinking=self.config.thinking is not None,
-                where=f"request {request.req_id!r}",
-            )
-            self._check_blocks(request.req_id, 0, request.block_ids)
-        cached = so.scheduled_cached_reqs
-        for req_id, blocks in cached.with_new_blocks():
-            check_block_lists(req_id, blocks, len(self.groups))
-            self._check_blocks(req_id, self.rows[req_id], blocks)
-        if cached.req_ids:
-            self._host.check_cached(cached, self.rows.take(cached.req_ids), so.num_scheduled_tokens)
-        if so.new_block_ids_to_zero or so.kv_cache_block_copies:
-            named = [*(so.new_block_ids_to_zero or [])]
-            named += [b for c in so.kv_cache_block_copies or [] for b in (c.src_block_id, c.dst_block_id)]
-            self._check_pool("a block to zero or to copy", named)
-            self._moves(so)
-        if so.total_num_scheduled_tokens > self.ladder.max_num_tokens:
-            raise AdmissionError(
-                f"{so.total_num_scheduled_tokens} tokens in one step; this runner takes {self.ladder.max_num_tokens}"
-            )
-
-    def _check_pool(self, what: str, ids: list[int]) -> None:
-        if bad := [b for b in ids if not 0 < b < self.config.num_blocks]:
-            raise AdmissionError(f"{what}: block {bad[0]} is outside 1..{self.config.num_blocks - 1}")
-
-    def _check_blocks(self, req_id: str, row: int, block_ids: Iterable[list[int]]) -> None:
-        for ids in block_ids:
-            self._check_pool(f"request {req_id!r}", ids)
-        self._host.check_widths(req_id, row, block_ids)
 
 
 def default_ladder(model: Model, config: RunnerConfig) -> Ladder:

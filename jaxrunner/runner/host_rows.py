@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jaxrunner.compile.buckets import Feature, Tier, lowest_tier
-from jaxrunner.contract import CachedRequestData
-from jaxrunner.errors import AdmissionError
 from jaxrunner.runner.output import NO_LOGPROBS
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.block_tables import KVGroup, expand_block_ids
@@ -20,19 +17,16 @@ class HostRows:
 
     num_blocks: i32[rows, G], kernel blocks in the row's tables. computed: tokens that were scheduled. known: tokens
     that the device has or will have sampled when the steps so far are done. features: bits of
-    `Feature`. num_logprobs: asked for, or NO_LOGPROBS. widths: columns of each group's table.
+    `Feature`. num_logprobs: asked for, or NO_LOGPROBS.
     """
 
-    def __init__(self, num_rows: int, groups: Sequence[KVGroup], widths: Sequence[int], max_model_len: int):
+    def __init__(self, num_rows: int, groups: Sequence[KVGroup]):
         self.groups = groups
-        self.widths = widths
-        self.max_model_len = max_model_len
         self.num_blocks = np.zeros((num_rows, len(groups)), np.int32)
         self.computed = np.zeros(num_rows, np.int32)
         self.known = np.zeros(num_rows, np.int32)
         self.features = np.zeros(num_rows, np.int32)
         self.num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
-        self._sizes = np.array([g.block_size for g in groups], np.int32)
 
     def occupy(self, row: int, num_tokens: int, num_computed_tokens: int, params: SamplingParams) -> None:
         """A request moves in, with no blocks yet."""
@@ -72,37 +66,3 @@ class HostRows:
         """Count a step that was launched: its tokens, and one more known token for each row that samples."""
         self.computed[rows] += counts
         self.known[rows] += self.computed[rows] == self.known[rows]
-
-    def check_widths(self, req_id: str, row: int, block_ids: Iterable[Sequence[int]]) -> None:
-        """Raises AdmissionError if the row's tables have no room for more blocks. row: 0 for a new request."""
-        for g, ids in enumerate(block_ids):
-            held = self.num_blocks[row, g] if row else 0
-            if held + len(ids) * self.groups[g].blocks_per_kv_block > self.widths[g]:
-                raise AdmissionError(f"request {req_id!r}: more blocks than the {self.widths[g]} columns of its table")
-
-    def check_cached(self, cached: CachedRequestData, rows: np.ndarray, num_scheduled_tokens: dict[str, int]) -> None:
-        """Raises AdmissionError if a known request is scheduled past its tokens, its blocks or max_model_len.
-
-        rows: of cached.req_ids. A steady step runs no Python per request here.
-        """
-        counts = np.fromiter(map(num_scheduled_tokens.get, cached.req_ids, itertools.repeat(0)), np.int32, len(rows))
-        ends = self.computed[rows] + counts
-        held = self.num_blocks[rows]
-        if grown := cached.with_new_blocks():
-            place = {req_id: i for i, req_id in enumerate(cached.req_ids)}
-            for req_id, blocks in grown:
-                held[place[req_id]] += [
-                    len(b) * g.blocks_per_kv_block for b, g in zip(blocks, self.groups, strict=True)
-                ]
-        limits = {
-            "that are known": self.known[rows],
-            "that its blocks hold": (held * self._sizes).min(axis=1, initial=np.iinfo(np.int32).max),
-            "of max_model_len": self.max_model_len,
-        }
-        for what, limit in limits.items():
-            if (over := (counts > 0) & (ends > limit)).any():
-                i = int(over.argmax())
-                most = np.broadcast_to(limit, over.shape)[i]
-                raise AdmissionError(
-                    f"request {cached.req_ids[i]!r}: tokens up to {ends[i]} are scheduled of {most} {what}"
-                )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,20 @@ from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxrunner.sampling.sampler import sample_tokens
 from jaxrunner.stages.batch import BatchRequests
 from jaxrunner.state.runner_state import RunnerState
+from jaxrunner.state.sampling import SamplingState
 
 NO_TOKEN = -1
 LogitsFn = Callable[[jax.Array, BatchRequests], jax.Array]
+
+
+class SamplingRows(Protocol):
+    """What sampling asks of a batch: i32[B] the length of each row, which is where its new token goes, and bool[B]
+    whether it gets one."""
+
+    @property
+    def seq_lens(self) -> jax.Array: ...
+    @property
+    def samples(self) -> jax.Array: ...
 
 
 class StepOutput(struct.PyTreeNode):
@@ -66,9 +77,19 @@ def sample(
         logits = logits_fn(logits, requests)
     if grammar_bitmask is not None:
         logits = mask_by_grammar(logits, grammar_bitmask)
-    rows, features = requests.idx_mapping, TIER_FEATURES[tier]
+    rows = requests.idx_mapping
     history = History(state.requests.token_ids, rows, state.requests.prompt_len[rows])
-    params = state.sampling.take(rows)
+    return sample_rows(logits, requests, state.sampling.take(rows), history, tier=tier)
+
+
+def sample_rows(
+    logits: jax.Array, requests: SamplingRows, params: SamplingState, history: History | None, *, tier: Tier
+) -> StepOutput:
+    """`sample` from the logits on, wherever the rows' parameters come from.
+
+    params: in batch order. history: None only in a tier without constraints.
+    """
+    features = TIER_FEATURES[tier]
     sampled = sample_tokens(logits, params, requests.seq_lens, tier=tier, history=history)
     samples, no_id_left = requests.samples, sampled.no_id_left
     if no_id_left is not None:

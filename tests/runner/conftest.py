@@ -1,10 +1,10 @@
-"""One runner per module: its executables are compiled once; each test begins with an empty state."""
+"""One table of executables for each runner: compiled once; each test begins with an empty state."""
 
 from __future__ import annotations
 
 import pytest
 
-from jaxrunner import DeviceRunner
+from jaxrunner import DeviceRunner, HostRunner
 from tests.conftest import load_tiny
 from tests.runner.plans import CONFIG, LADDER
 
@@ -15,9 +15,17 @@ def shared_table():
     return DeviceRunner(model, weights, CONFIG, ladder=LADDER).table
 
 
-@pytest.fixture
-def runner(shared_table):
+@pytest.fixture(scope="session")
+def host_table():
     model, weights = load_tiny("llama")
-    fresh = DeviceRunner(model, weights, CONFIG, ladder=LADDER)
-    fresh.table = shared_table
+    return HostRunner(model, weights, CONFIG, ladder=LADDER).table
+
+
+@pytest.fixture
+def runner(request):
+    """A `DeviceRunner`, or what `both_runners` asks for."""
+    is_host = getattr(request, "param", "device") == "host"
+    model, weights = load_tiny("llama")
+    fresh = (HostRunner if is_host else DeviceRunner)(model, weights, CONFIG, ladder=LADDER)
+    fresh.table = request.getfixturevalue("host_table" if is_host else "shared_table")
     return fresh

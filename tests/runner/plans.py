@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from jaxrunner import SamplingParams
+import pytest
+
+from jaxrunner import HostRunner, SamplingParams
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.contract import CachedRequestData, NewRequestData, SchedulerOutput
 from jaxrunner.runner.config import RunnerConfig
 from jaxrunner.state.request_lists import ListSizes
+from jaxrunner.state.runner_state import host_view
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 CONFIG = RunnerConfig(
@@ -19,6 +22,7 @@ CONFIG = RunnerConfig(
     check_invariants=True,
 )
 LADDER = Ladder(decode=(4,), mixed=(32,), finish=(4,))
+both_runners = pytest.mark.parametrize("runner", ["device", "host"], indirect=True)
 
 
 def new(req_id: str, prompt: list[int], blocks: list[int], params: SamplingParams = GREEDY, **fields) -> NewRequestData:
@@ -53,3 +57,11 @@ def run(runner, scheduler_output: SchedulerOutput) -> dict[str, list[int]]:
     assert runner.execute_model(scheduler_output) is None
     output = runner.sample_tokens()
     return dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+
+
+def num_computed(runner, req_id: str) -> int:
+    """Tokens of a request whose KV there is, as its runner counts them."""
+    row = runner.rows[req_id]
+    if isinstance(runner, HostRunner):
+        return int(runner.batch.rows.computed[row])
+    return int(host_view(runner.state.requests.num_computed_tokens)[row])

@@ -1,0 +1,317 @@
+"""`HostRunner`: vLLM's V1 design. Request state is dense NumPy rows on the host, and so is input preparation.
+
+The contract is that of `DeviceRunner`, and so are models, kernels, sampler and ladder; nothing of the request state and
+of input preparation is. The device keeps the KV cache and the tokens of the step before (`device_part`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrunner.compile.buckets import Tier
+from jaxrunner.compile.executable_cache import open_cache
+from jaxrunner.compile.ladder import Ladder
+from jaxrunner.compile.programs import Program
+from jaxrunner.compile.table import BucketTable
+from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from jaxrunner.errors import NotBuiltError
+from jaxrunner.host_runner.audit import audit_rows
+from jaxrunner.host_runner.batch_updates import BatchListener
+from jaxrunner.host_runner.dense_batch import DenseBatch
+from jaxrunner.host_runner.device_part import DeviceCarry, HalfStep
+from jaxrunner.host_runner.input_arrays import HostSizes, write_inputs
+from jaxrunner.host_runner.programs import HostPrograms, has_constraints
+from jaxrunner.host_runner.row_fields import NONE, RowBank
+from jaxrunner.host_runner.sampling_metadata import ConstraintRows, SamplingMetadata
+from jaxrunner.host_runner.staging import StagingBuffer, StagingRing
+from jaxrunner.models.model import Model
+from jaxrunner.runner.config import RunnerConfig
+from jaxrunner.runner.device_runner import default_ladder
+from jaxrunner.runner.output import NO_LOGPROBS, AsyncOutput
+from jaxrunner.runner.plan_checks import PlanChecks, block_moves
+from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.stages.sample import StepOutput
+from jaxrunner.state.block_moves import MOVES_PER_CALL
+from jaxrunner.state.block_tables import expand_block_ids
+from jaxrunner.state.fields import REQUEST_FIELDS, SAMPLING_FIELDS
+from jaxrunner.state.records import derived_seed, request_record
+from jaxrunner.state.runner_state import check_sizes, default_groups, init_kv_cache
+
+
+class PlannedStep(NamedTuple):
+    """A step between `execute_model` and `sample_tokens`. output is set when the whole step was launched."""
+
+    req_ids: list[str]
+    metadata: SamplingMetadata
+    output: StepOutput | None
+    half: HalfStep | None
+
+    @property
+    def tier(self) -> Tier:
+        return self.metadata.tier
+
+
+class Flight(NamedTuple):
+    """A step whose tokens have not been entered into the rows. column: of the `flight_*` fields."""
+
+    column: int
+    output: StepOutput
+
+
+class HostRunner:
+    """model, weights: from `load`. ladder: `Ladder.default` for the configuration's sizes if not given.
+    seed: requests without a seed of their own get one derived from it and their order of arrival.
+
+    Requests cannot be forked, recorded or saved with their state: these need it on the device (`DeviceRunner`).
+    """
+
+    def __init__(
+        self, model: Model, weights: Any, config: RunnerConfig, *, ladder: Ladder | None = None, seed: int = 0
+    ):
+        self.model = model
+        self.weights = weights
+        self.config = config
+        self.ladder = ladder or default_ladder(model, config)
+        num_rows = max(config.max_num_seqs, self.ladder.max_num_reqs)
+        self.sizes = host_sizes(model, config)
+        self.groups = self.sizes.groups
+        self.carry = empty_carry(model, config, num_rows)
+        programs = HostPrograms(model, weights, self.carry, self.ladder, implementation=config.implementation)
+        cache = open_cache(config.executable_cache)
+        self.table: BucketTable[HostPrograms] = BucketTable(programs, policy=config.bucket_policy, cache=cache)
+        self.batch = DenseBatch(row_bank(self.sizes, num_rows), config.max_num_seqs)
+        self.constraints = ConstraintRows(num_rows, config.list_sizes, model.eos_token_ids)
+        self.listeners: list[BatchListener] = [self.constraints]
+        self._checks = PlanChecks(model, config, self.groups, self.sizes.widths, self.ladder.max_num_tokens)
+        self._staging = StagingRing()
+        self._metadata: SamplingMetadata | None = None
+        self._flights: deque[Flight] = deque()
+        self._column = 0
+        self._seed = seed
+        self._num_admitted = 0
+        self._planned: PlannedStep | None = None
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Row of each request that the runner holds."""
+        return self.batch.row_of
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Apply the plan and launch its forward pass. Returns None, and `sample_tokens` completes the step; or, for
+        a plan without tokens, the empty output of a step without a forward pass.
+
+        A plan that cannot be run raises AdmissionError or NotBuiltError before anything has changed. Raises
+        RuntimeError if the previous step still waits for `sample_tokens`, and what ended a warm-up in the background.
+        """
+        self.table.check()
+        if self._planned is not None:
+            raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
+        self._checks.check(scheduler_output, self.batch.row_of, self.batch.rows)
+        self.update_states(scheduler_output)
+        self._move_blocks(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return ModelRunnerOutput.with_kv_conn_output_only(None)
+        # The step before may still run, the one before that may not: there are two columns for steps in flight.
+        self._land(most_left=1)
+        num_reqs = self._order(scheduler_output)
+        metadata = self._refresh(num_reqs)
+        buffer, program = self.prepare_inputs(metadata)
+        entry = self.table.get(program, real_tokens=int(buffer.parts["query_start_loc"][num_reqs]))
+        if entry.program != program:  # a larger one stands in for it
+            buffer = self._staged(entry.program, metadata)
+        self.carry, result = self.table.call(entry, self.weights, self.carry, buffer.vector)
+        buffer.reader = result
+        self._take_off(num_reqs)
+        whole = entry.program.kind == "step"
+        req_ids = self.batch.rows.req_ids[:num_reqs].tolist()
+        self._planned = PlannedStep(req_ids, metadata, result if whole else None, None if whole else result)
+        if self.config.check_invariants:
+            self.audit()
+        return None
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput:
+        """Complete the step that `execute_model` launched. With async_scheduling the result is still on its way."""
+        if self._planned is None:
+            raise RuntimeError("sample_tokens without a step; call execute_model first")
+        if grammar_output is not None:
+            raise NotBuiltError("structured output is not built: no request of this step can need a grammar mask")
+        planned, self._planned = self._planned, None
+        output = planned.output
+        if output is None:
+            entry = self.table.get(self.table.programs.finish(len(planned.req_ids), planned.tier))
+            constraints = self._constraints(entry.program)
+            self.carry, output = self.table.call(entry, self.weights, self.carry, planned.half, *constraints)
+        metadata = planned.metadata
+        result = AsyncOutput(planned.req_ids, output, metadata.num_logprobs, metadata.wants_mask)
+        self._flights.append(Flight(self._column, output))
+        if self.config.async_scheduling:
+            return result
+        self._land(most_left=0)
+        return result.get_output()
+
+    def warm_up(self, **options: Any) -> None:
+        """Make the executables of the whole ladder, now or in the background; see `BucketTable.warm_up`."""
+        self.table.warm_up(**options)
+
+    def audit(self, *, shared_blocks: bool = False) -> None:
+        """Raises InvariantError if the rows break an invariant; see `jaxrunner.host_runner.audit`."""
+        audit_rows(self.batch, self.sizes, self.config, shared_blocks=shared_blocks)
+
+    def update_states(self, so: SchedulerOutput) -> None:
+        """Rows of finished and preempted requests go, new ones come, holes are filled, block tables grow."""
+        for req_id in sorted(so.finished_req_ids | (so.preempted_req_ids or set())):
+            self.batch.remove(req_id)
+        for request in so.scheduled_new_reqs:
+            self.batch.remove(request.req_id)
+            self._admit(request)
+        self.batch.condense()
+        for req_id, blocks in so.scheduled_cached_reqs.with_new_blocks():
+            self._append_blocks(self.batch.row_of[req_id], blocks)
+        self._tell()
+
+    def prepare_inputs(self, metadata: SamplingMetadata) -> tuple[StagingBuffer, Program]:
+        """The upload of the step that the rows' `scheduled` describes, and the program that takes it."""
+        counts = self.batch.rows.scheduled[: metadata.num_reqs]
+        num_tokens, longest = int(counts.sum()), int(counts.max())
+        uniform = longest if longest * len(counts) == num_tokens else None
+        program = self.table.programs.first(self.ladder.pick_sizes(len(counts), num_tokens, uniform, metadata.tier))
+        return self._staged(program, metadata), program
+
+    def _staged(self, program: Program, metadata: SamplingMetadata) -> StagingBuffer:
+        assert program.bucket is not None
+        buffer = self._staging.acquire(self.table.programs.layout(program.bucket))
+        rows, num_reqs = self.batch.rows, metadata.num_reqs
+        is_awaited = rows.flight_end[:num_reqs, self._column] != NONE
+        newest_row = np.where(is_awaited, rows.flight_row[:num_reqs, self._column], NONE)
+        write_inputs(buffer, rows, metadata, newest_row, self.sizes)
+        return buffer
+
+    def _admit(self, request: NewRequestData) -> None:
+        params = request.sampling_params or SamplingParams()
+        assert request.prompt_token_ids is not None
+        tokens = request.prefill_token_ids or request.prompt_token_ids
+        self._num_admitted += 1
+        row, rows = self.batch.add(request.req_id, params), self.batch.rows
+        record = request_record(
+            prompt_len=len(request.prompt_token_ids),
+            prefill_len=len(tokens),
+            num_computed_tokens=request.num_computed_tokens,
+            params=params,
+            seed=derived_seed(self._seed, self._num_admitted),
+        )
+        rows.token_ids[row, : len(tokens)] = tokens
+        rows.prompt_len[row] = len(request.prompt_token_ids)
+        rows.prefill_len[row] = rows.known[row] = len(tokens)
+        rows.computed[row] = request.num_computed_tokens
+        rows.sampling[row] = record[len(REQUEST_FIELDS) :]
+        rows.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self._append_blocks(row, request.block_ids)
+
+    def _append_blocks(self, row: int, block_ids: tuple[list[int], ...]) -> None:
+        rows = self.batch.rows
+        for g, (ids, columns) in enumerate(zip(block_ids, self.sizes.columns, strict=True)):
+            kernel_ids = expand_block_ids(list(ids), self.groups[g].blocks_per_kv_block)
+            start = columns.start + rows.num_blocks[row, g]
+            rows.block_table[row, start : start + len(kernel_ids)] = kernel_ids
+            rows.num_blocks[row, g] += len(kernel_ids)
+
+    def _order(self, so: SchedulerOutput) -> int:
+        """Put the scheduled requests in front, decodes first. Returns how many they are."""
+        rows, counts = self.batch.rows, so.num_scheduled_tokens
+        rows.scheduled[: self.batch.num_reqs] = 0
+        places = np.fromiter(map(self.batch.row_of.__getitem__, counts), np.int64, len(counts))
+        rows.scheduled[places] = np.fromiter(counts.values(), np.int32, len(counts))
+        self.batch.reorder(self.ladder.query_len)
+        self._tell()
+        return len(counts)
+
+    def _tell(self) -> None:
+        update = self.batch.take_update()
+        if update is not None:
+            self._metadata = None
+            for listener in self.listeners:
+                listener.update_state(update)
+
+    def _refresh(self, num_reqs: int) -> SamplingMetadata:
+        if self._metadata is None or self._metadata.num_reqs != num_reqs:
+            self._metadata = SamplingMetadata.of(self.batch.rows, num_reqs)
+        return self._metadata
+
+    def _constraints(self, program: Program) -> tuple[Any, ...]:
+        if not has_constraints(program.tier):
+            return ()
+        num_rows = self.table.programs.num_rows
+        # A copy: JAX may read the memory it is given until the step is over, and rows are written before that.
+        return self.constraints.on_device(num_rows), self.batch.rows.token_ids[: program.size].copy()
+
+    def _move_blocks(self, so: SchedulerOutput) -> None:
+        """Zero and copy whole blocks, before the forward pass."""
+        if not (so.new_block_ids_to_zero or so.kv_cache_block_copies):
+            return
+        entry = self.table.get(Program("moves", size=MOVES_PER_CALL))
+        for upload in block_moves(so, self.config):
+            self.carry = self.table.call(entry, self.carry, upload)
+
+    def _take_off(self, num_reqs: int) -> None:
+        """Count a step that was launched: its tokens, and one more known token for each row that samples."""
+        rows, column = self.batch.rows, 1 - self._column
+        self._column = column
+        counts = rows.scheduled[:num_reqs]
+        rows.computed[:num_reqs] += counts
+        ends = rows.computed[:num_reqs]
+        samples = ends == rows.known[:num_reqs]
+        rows.known[:num_reqs] += samples
+        rows.flight_row[:num_reqs, column] = np.arange(num_reqs)
+        rows.flight_len[:num_reqs, column] = counts
+        rows.flight_end[:num_reqs, column] = np.where(samples, ends, NONE)
+
+    def _land(self, most_left: int) -> None:
+        """Enter the tokens of the oldest steps into the rows of their requests, wherever those are by now.
+
+        A row for which nothing could be sampled is as it was before the step: its tokens do not count as computed.
+        """
+        rows = self.batch.rows
+        while len(self._flights) > most_left:
+            column, output = self._flights.popleft()
+            flown = np.flatnonzero(rows.flight_row[: self.batch.num_reqs, column] != NONE)
+            tokens = np.asarray(output.sampled_token_ids)[rows.flight_row[flown, column], 0]
+            ends = rows.flight_end[flown, column]
+            got = (ends != NONE) & (tokens >= 0)
+            stored = got & (ends < rows.token_ids.shape[1])
+            rows.token_ids[flown[stored], ends[stored]] = tokens[stored]
+            failed = flown[(ends != NONE) & ~got]
+            rows.known[failed] -= 1
+            rows.computed[failed] -= rows.flight_len[failed, column]
+            rows.flight_row[flown, column] = rows.flight_end[flown, column] = NONE
+
+
+def host_sizes(model: Model, config: RunnerConfig) -> HostSizes:
+    """Raises AdmissionError for sizes that cannot work."""
+    per_kv_block = config.blocks_per_kv_block
+    check_sizes(model, config.max_num_seqs, config.max_model_len, config.kernel_block, per_kv_block)
+    groups = default_groups(model, block_size=config.kernel_block, blocks_per_kv_block=per_kv_block)
+    return HostSizes(groups, config.max_model_len, config.list_sizes, config.thinking)
+
+
+def empty_carry(model: Model, config: RunnerConfig, num_rows: int) -> DeviceCarry:
+    """What the device holds at the start."""
+    sizes = host_sizes(model, config)
+    num_blocks = config.num_blocks * config.blocks_per_kv_block
+    options: dict[str, Any] = dict(kv_cache_dtype=config.kv_cache_dtype, kv_scales=config.kv_scales)
+    kv = init_kv_cache(model, sizes.groups, num_blocks, **options)
+    return DeviceCarry(kv=kv, newest=jnp.full(num_rows, NONE, jnp.int32), sizes=sizes)
+
+
+def row_bank(sizes: HostSizes, num_rows: int) -> RowBank:
+    """Empty rows of these sizes."""
+    columns = {
+        "max_model_len": sizes.max_model_len,
+        "num_groups": len(sizes.groups),
+        "table_width": sum(sizes.widths),
+        "sampling_width": len(SAMPLING_FIELDS),
+    }
+    return RowBank(num_rows, columns)
