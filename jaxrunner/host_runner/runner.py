@@ -283,10 +283,16 @@ class HostRunner:
             got = (ends != NONE) & (tokens >= 0)
             stored = got & (ends < rows.token_ids.shape[1])
             rows.token_ids[flown[stored], ends[stored]] = tokens[stored]
-            failed = flown[(ends != NONE) & ~got]
-            rows.known[failed] -= 1
-            rows.computed[failed] -= rows.flight_len[failed, column]
+            self._undo(flown[(ends != NONE) & ~got])
             rows.flight_row[flown, column] = rows.flight_end[flown, column] = NONE
+
+    def _undo(self, failed: np.ndarray) -> None:
+        """These rows are as they were before all steps in flight: the later one has no input for them either."""
+        rows = self.batch.rows
+        is_flown = rows.flight_row[failed] != NONE
+        rows.known[failed] -= (is_flown & (rows.flight_end[failed] != NONE)).sum(axis=1)
+        rows.computed[failed] -= np.where(is_flown, rows.flight_len[failed], 0).sum(axis=1)
+        rows.flight_row[failed] = rows.flight_end[failed] = NONE
 
 
 def host_sizes(model: Model, config: RunnerConfig) -> HostSizes:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.compile.buckets import Feature, Tier, lowest_tier
@@ -71,5 +70,6 @@ class ConstraintRows:
     def on_device(self, num_rows: int) -> jax.Array:
         """i32[num_rows, width], the first rows."""
         if self._on_device is None:
-            self._on_device = jnp.asarray(self.lists[:num_rows].copy())  # a copy: JAX may keep the memory it is given
+            # A copy: JAX may keep the memory it is given.
+            self._on_device = jax.device_put(self.lists[:num_rows].copy())
         return self._on_device

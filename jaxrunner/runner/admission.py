@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -43,16 +43,7 @@ STEP_FIELD_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-class RowsOf(Protocol):
-    """Row of each request that a runner holds: a `dict`, or what reads like one."""
-
-    def __contains__(self, req_id: object, /) -> bool: ...
-    def __getitem__(self, req_id: str, /) -> int: ...
-    def __len__(self) -> int: ...
-    def keys(self) -> KeysView[str]: ...
-
-
-def check_scheduler_output(so: SchedulerOutput, known: RowsOf) -> None:
+def check_scheduler_output(so: SchedulerOutput, known: Mapping[str, int]) -> None:
     """Raises AdmissionError for a plan that contradicts itself or the runner, NotBuiltError for a field that asks for
     something this version does not have. known: rows of the requests the runner holds.
     """

@@ -86,7 +86,7 @@ class DeviceRunner:
         self.table.check()
         if self._parked is not None:
             raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
-        self._checks.check(scheduler_output, self.rows, self._host)
+        self._checks.check(scheduler_output, self.rows.row_of, self._host)
         writes = self.update_states(scheduler_output)
         self._move_blocks(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxrunner.contract import CachedRequestData, SchedulerOutput
 from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.models.model import Model
-from jaxrunner.runner.admission import RowsOf, check_block_lists, check_new_request, check_scheduler_output
+from jaxrunner.runner.admission import check_block_lists, check_new_request, check_scheduler_output
 from jaxrunner.runner.config import RunnerConfig
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.block_moves import pack_moves
@@ -39,7 +39,7 @@ class PlanChecks:
     widths: Sequence[int]
     max_num_tokens: int
 
-    def check(self, so: SchedulerOutput, rows: RowsOf, counts: RowCounts) -> None:
+    def check(self, so: SchedulerOutput, rows: dict[str, int], counts: RowCounts) -> None:
         """Raises AdmissionError, NotBuiltError or CapacityError, naming the request, for a plan that cannot be run.
 
         rows: row of each request that the runner holds. A steady step runs no Python per request here.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from jaxrunner import DeviceRunner, HostRunner
@@ -9,23 +11,26 @@ from tests.conftest import load_tiny
 from tests.runner.plans import CONFIG, LADDER
 
 
+@functools.cache
+def table_of(runner_class):
+    """A fixture that another directory imports is another fixture; what it gives is the same."""
+    return runner_class(*load_tiny("llama"), CONFIG, ladder=LADDER).table
+
+
 @pytest.fixture(scope="session")
 def shared_table():
-    model, weights = load_tiny("llama")
-    return DeviceRunner(model, weights, CONFIG, ladder=LADDER).table
+    return table_of(DeviceRunner)
 
 
 @pytest.fixture(scope="session")
 def host_table():
-    model, weights = load_tiny("llama")
-    return HostRunner(model, weights, CONFIG, ladder=LADDER).table
+    return table_of(HostRunner)
 
 
 @pytest.fixture
 def runner(request):
     """A `DeviceRunner`, or what `both_runners` asks for."""
-    is_host = getattr(request, "param", "device") == "host"
-    model, weights = load_tiny("llama")
-    fresh = (HostRunner if is_host else DeviceRunner)(model, weights, CONFIG, ladder=LADDER)
-    fresh.table = request.getfixturevalue("host_table" if is_host else "shared_table")
+    runner_class = HostRunner if getattr(request, "param", "device") == "host" else DeviceRunner
+    fresh = runner_class(*load_tiny("llama"), CONFIG, ladder=LADDER)
+    fresh.table = table_of(runner_class)
     return fresh

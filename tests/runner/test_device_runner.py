@@ -1,17 +1,19 @@
-"""DeviceRunner over real plans: the same tokens however a batch is cut, ordered, freed and refilled."""
+"""Runners over real plans: the same tokens however a batch is cut, ordered, freed and refilled."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import pytest
 
-from jaxrunner import DeviceRunner, SamplingParams
+from jaxrunner import SamplingParams
 from jaxrunner.compile.counter import CompileCounter
 from jaxrunner.contract import KVCacheBlockCopy
 from jaxrunner.errors import AdmissionError
 from jaxrunner.state.runner_state import host_view
-from tests.conftest import GOLDEN, load_tiny
-from tests.runner.plans import CONFIG, LADDER, both_runners, new, plan, run
+from tests.conftest import GOLDEN
+from tests.runner.plans import CONFIG, both_runners, new, plan, run
 
 BLOCKS = {"a": list(range(1, 8)), "b": list(range(8, 20)), "c": list(range(20, 32))}
 
@@ -199,13 +201,10 @@ def test_a_row_is_reused_without_a_trace(runner, golden):
     assert tokens == g0[:4]
 
 
-def test_asynchronous_outputs_may_be_read_late(golden, shared_table):
+@both_runners
+def test_asynchronous_outputs_may_be_read_late(runner, golden):
     """K084, K085: the next steps are launched before this step's tokens are read; each output keeps its own."""
-    model, weights = load_tiny("llama")
-    runner = DeviceRunner(
-        model, weights, CONFIG.__class__(**{**CONFIG.__dict__, "async_scheduling": True}), ladder=LADDER
-    )
-    runner.table = shared_table
+    runner.config = dataclasses.replace(CONFIG, async_scheduling=True)
     prompt, greedy = golden[1]
     outputs = []
     runner.execute_model(plan({"a": len(prompt)}, [new("a", prompt, BLOCKS["a"])]))
