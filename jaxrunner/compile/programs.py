@@ -75,6 +75,11 @@ class Programs(abc.ABC):
         self._weights, self._state = _shapes(weights), _shapes(state)
         self._admit_sizes = admit_sizes
 
+    @property
+    def state_shapes(self) -> Any:
+        """What the runner keeps on the device, as shapes."""
+        return self._state
+
     @abc.abstractmethod
     def function(self, program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """(what the program computes, the shapes of its arguments)."""

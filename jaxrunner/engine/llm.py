@@ -70,7 +70,9 @@ class LLM:
         sizes = {"max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens}
         ladder.check_holds(**sizes)
         if free is not None:
-            config = dataclasses.replace(config, num_blocks=blocks_that_fit(self.model, weights, config, ladder, free))
+            config = dataclasses.replace(
+                config, num_blocks=blocks_that_fit(self.model, weights, config, ladder, free, runner_class)
+            )
         self.runner = runner_class(self.model, weights, config, ladder=ladder, seed=seed)
         self.scheduler = Scheduler(
             config, len(self.runner.groups), prefix_caching=prefix_caching, max_stop_ids=config.list_sizes.stop_ids

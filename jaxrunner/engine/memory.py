@@ -16,17 +16,19 @@ from jaxrunner.compile.compiler import Compiler
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.executable_cache import ExecutableCache, open_cache
 from jaxrunner.compile.ladder import Ladder
-from jaxrunner.compile.programs import Program, ProgramSet
+from jaxrunner.compile.programs import Program, Programs
 from jaxrunner.compile.warm_up import WarmUp
 from jaxrunner.errors import CapacityError
+from jaxrunner.host_runner.runner import HostRunner
 from jaxrunner.models.model import Model
-from jaxrunner.runner.config import RunnerConfig, empty_state
+from jaxrunner.runner.config import RunnerConfig
+from jaxrunner.runner.device_runner import DeviceRunner
 
 MARGIN = 0.02
 """Part of the free memory left alone: allocators round up and fragment."""
 
 
-def largest_temporary(programs: ProgramSet, cache: ExecutableCache | None = None) -> int:
+def largest_temporary(programs: Programs, cache: ExecutableCache | None = None) -> int:
     """Bytes of temporaries and outputs of the most expensive programs, the state itself not counted."""
     ladder = programs.ladder
     tier = ladder.tiers[-1]
@@ -39,18 +41,25 @@ def largest_temporary(programs: ProgramSet, cache: ExecutableCache | None = None
     return max(entry.temp_bytes + entry.output_bytes for entry in made.values())
 
 
-def blocks_that_fit(model: Model, weights: Any, config: RunnerConfig, ladder: Ladder, free_bytes: int) -> int:
+def blocks_that_fit(
+    model: Model,
+    weights: Any,
+    config: RunnerConfig,
+    ladder: Ladder,
+    free_bytes: int,
+    runner_class: type[DeviceRunner] | type[HostRunner] = DeviceRunner,
+) -> int:
     """Allocator blocks of every KV-cache group, the null block included, that `free_bytes` hold beside everything else.
 
     weights: arrays or shapes; they are not counted, being on the device already. Raises CapacityError, with the
     numbers, if not even one full sequence fits.
     """
     provisional = dataclasses.replace(config, num_blocks=2)
-    state = jax.eval_shape(lambda: empty_state(model, provisional))
+    programs = runner_class.programs_of(model, weights, provisional, ladder)
+    state = programs.state_shapes
     kv_bytes = sum(x.size * x.dtype.itemsize for x in state.kv.blocks)
     per_block = kv_bytes // 2
     rest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) - kv_bytes
-    programs = ProgramSet(model, weights, state, ladder, implementation=config.implementation)
     temporary = largest_temporary(programs, open_cache(config.executable_cache))
     available = int(free_bytes * (1 - MARGIN)) - rest - temporary
     blocks = available // per_block

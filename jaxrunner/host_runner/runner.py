@@ -7,8 +7,9 @@ of input preparation is. The device keeps the KV cache and the tokens of the ste
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -66,7 +67,8 @@ class HostRunner:
     """model, weights: from `load`. ladder: `Ladder.default` for the configuration's sizes if not given.
     seed: requests without a seed of their own get one derived from it and their order of arrival.
 
-    Requests cannot be forked, recorded or saved with their state: these need it on the device (`DeviceRunner`).
+    constraints and further `listeners` follow the rows by batch-update records. What needs request state on the device
+    (forks, saving, recording, decode loops) is refused, see `state`.
     """
 
     def __init__(
@@ -76,15 +78,15 @@ class HostRunner:
         self.weights = weights
         self.config = config
         self.ladder = ladder or default_ladder(model, config)
-        num_rows = max(config.max_num_seqs, self.ladder.max_num_reqs)
+        count = num_rows(config, self.ladder)
         self.sizes = host_sizes(model, config)
         self.groups = self.sizes.groups
-        self.carry = empty_carry(model, config, num_rows)
+        self.carry = empty_carry(model, config, count)
         programs = HostPrograms(model, weights, self.carry, self.ladder, implementation=config.implementation)
         cache = open_cache(config.executable_cache)
         self.table: BucketTable[HostPrograms] = BucketTable(programs, policy=config.bucket_policy, cache=cache)
-        self.batch = DenseBatch(row_bank(self.sizes, num_rows), config.max_num_seqs)
-        self.constraints = ConstraintRows(num_rows, config.list_sizes, model.eos_token_ids)
+        self.batch = DenseBatch(row_bank(self.sizes, count), config.max_num_seqs)
+        self.constraints = ConstraintRows(count, config.list_sizes, model.eos_token_ids)
         self.listeners: list[BatchListener] = [self.constraints]
         self._checks = PlanChecks(model, config, self.groups, self.sizes.widths, self.ladder.max_num_tokens)
         self._staging = StagingRing()
@@ -94,6 +96,20 @@ class HostRunner:
         self._seed = seed
         self._num_admitted = 0
         self._planned: PlannedStep | None = None
+
+    @staticmethod
+    def programs_of(model: Model, weights: Any, config: RunnerConfig, ladder: Ladder) -> HostPrograms:
+        """The programs of a runner of these sizes, from shapes alone. weights: arrays or shapes."""
+        carry = jax.eval_shape(lambda: empty_carry(model, config, num_rows(config, ladder)))
+        return HostPrograms(model, weights, carry, ladder, implementation=config.implementation)
+
+    @property
+    def state(self) -> NoReturn:
+        """Raises NotBuiltError: there is no request state on the device."""
+        raise NotBuiltError(
+            "a HostRunner keeps its requests on the host, so their state cannot be forked, saved, recorded or stepped "
+            "by hand; use a DeviceRunner for that"
+        )
 
     @property
     def rows(self) -> dict[str, int]:
@@ -244,9 +260,8 @@ class HostRunner:
     def _constraints(self, program: Program) -> tuple[Any, ...]:
         if not has_constraints(program.tier):
             return ()
-        num_rows = self.table.programs.num_rows
         # A copy: JAX may read the memory it is given until the step is over, and rows are written before that.
-        return self.constraints.on_device(num_rows), self.batch.rows.token_ids[: program.size].copy()
+        return self.constraints.on_device(), self.batch.rows.token_ids[: program.size].copy()
 
     def _move_blocks(self, so: SchedulerOutput) -> None:
         """Zero and copy whole blocks, before the forward pass."""
@@ -295,6 +310,11 @@ class HostRunner:
         rows.flight_row[failed] = rows.flight_end[failed] = NONE
 
 
+def num_rows(config: RunnerConfig, ladder: Ladder) -> int:
+    """Rows that hold every request and every row of the largest bucket."""
+    return max(config.max_num_seqs, ladder.max_num_reqs)
+
+
 def host_sizes(model: Model, config: RunnerConfig) -> HostSizes:
     """Raises AdmissionError for sizes that cannot work."""
     per_kv_block = config.blocks_per_kv_block
@@ -303,16 +323,16 @@ def host_sizes(model: Model, config: RunnerConfig) -> HostSizes:
     return HostSizes(groups, config.max_model_len, config.list_sizes, config.thinking)
 
 
-def empty_carry(model: Model, config: RunnerConfig, num_rows: int) -> DeviceCarry:
-    """What the device holds at the start."""
+def empty_carry(model: Model, config: RunnerConfig, count: int) -> DeviceCarry:
+    """What the device holds at the start. count: rows."""
     sizes = host_sizes(model, config)
     num_blocks = config.num_blocks * config.blocks_per_kv_block
     options: dict[str, Any] = dict(kv_cache_dtype=config.kv_cache_dtype, kv_scales=config.kv_scales)
     kv = init_kv_cache(model, sizes.groups, num_blocks, **options)
-    return DeviceCarry(kv=kv, newest=jnp.full(num_rows, NONE, jnp.int32), sizes=sizes)
+    return DeviceCarry(kv=kv, newest=jnp.full(count, NONE, jnp.int32), sizes=sizes)
 
 
-def row_bank(sizes: HostSizes, num_rows: int) -> RowBank:
+def row_bank(sizes: HostSizes, count: int) -> RowBank:
     """Empty rows of these sizes."""
     columns = {
         "max_model_len": sizes.max_model_len,
@@ -320,4 +340,4 @@ def row_bank(sizes: HostSizes, num_rows: int) -> RowBank:
         "table_width": sum(sizes.widths),
         "sampling_width": len(SAMPLING_FIELDS),
     }
-    return RowBank(num_rows, columns)
+    return RowBank(count, columns)

@@ -67,9 +67,9 @@ class ConstraintRows:
             self.lists[added.row, writes[:, 0]] = writes[:, 1]
         follow(self.lists, update.moved)
 
-    def on_device(self, num_rows: int) -> jax.Array:
-        """i32[num_rows, width], the first rows."""
+    def on_device(self) -> jax.Array:
+        """i32[R, width], all rows."""
         if self._on_device is None:
             # A copy: JAX may keep the memory it is given.
-            self._on_device = jax.device_put(self.lists[:num_rows].copy())
+            self._on_device = jax.device_put(self.lists.copy())
         return self._on_device

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxrunner.compile.buckets import Tier
@@ -74,6 +75,12 @@ class DeviceRunner:
         self._seed = seed
         self._num_admitted = 0
         self._parked: Parked | None = None
+
+    @staticmethod
+    def programs_of(model: Model, weights: Any, config: RunnerConfig, ladder: Ladder) -> ProgramSet:
+        """The programs of a runner of these sizes, from shapes alone. weights: arrays or shapes."""
+        state = jax.eval_shape(lambda: empty_state(model, config))
+        return ProgramSet(model, weights, state, ladder, implementation=config.implementation)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Apply the plan and launch its forward pass. Returns None, and `sample_tokens` completes the step; or, for

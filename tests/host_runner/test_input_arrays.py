@@ -43,9 +43,10 @@ def written(rows: RowBank, counts: list[int], bucket: Bucket, buffer: StagingBuf
 
 
 CASES = [(MIXED, [1, 1, 5, 9]), (MIXED, [24]), (MIXED, [3] * 8), (DECODE, [1] * 3), (DECODE, [1] * 8)]
+NAMES = ("ragged", "one", "full", "decode", "full-decode")
 
 
-@pytest.mark.parametrize(("bucket", "counts"), CASES, ids=lambda c: str(c))
+@pytest.mark.parametrize(("bucket", "counts"), CASES, ids=NAMES)
 def test_arrays_equal_the_loops(bucket, counts):
     for seed in range(20):
         rows = random_rows(np.random.default_rng(seed), counts)
@@ -76,7 +77,7 @@ def test_arrays_equal_the_loops(bucket, counts):
         assert int(part["num_reqs"]) == n
 
 
-@pytest.mark.parametrize(("bucket", "counts"), CASES, ids=lambda c: str(c))
+@pytest.mark.parametrize(("bucket", "counts"), CASES, ids=NAMES)
 def test_a_buffer_full_of_garbage_is_rewritten_whole(bucket, counts):
     """Padding contract: whatever the last step of the bucket left there, an upload is a function of its step alone."""
     rows = random_rows(np.random.default_rng(0), counts)

@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, HostRunner, Ladder, SamplingParams
+from jaxrunner import LLM, FlightRecorder, HostRunner, Ladder, SamplingParams, fork_state
 from jaxrunner.contract import KVCacheBlockCopy
-from jaxrunner.errors import AdmissionError, InvariantError
+from jaxrunner.errors import AdmissionError, InvariantError, NotBuiltError
 from tests.conftest import GOLDEN, load_tiny
 from tests.host_runner.plans import host_runner
 from tests.runner.plans import new, num_computed, plan, run
@@ -131,6 +131,21 @@ def test_an_audit_finds_a_row_that_was_not_cleared(host):
     host.batch.rows.num_logprobs[2] = 3
     with pytest.raises(InvariantError, match="num_logprobs"):
         host.audit()
+
+
+def test_what_needs_state_on_the_device_is_refused_with_the_way_out(host, tmp_path):
+    with pytest.raises(NotBuiltError, match="use a DeviceRunner"):
+        FlightRecorder(host, tmp_path / "flight")
+    with pytest.raises(NotBuiltError, match="forked"):
+        fork_state(host.state)
+
+
+def test_all_programs_are_made_from_shapes_alone(host):
+    """What sizes a KV cache before there is one: the same programs as the runner's own."""
+    programs = HostRunner.programs_of(host.model, host.weights, host.config, host.ladder)
+    assert programs.all() == host.table.programs.all()
+    assert programs.identity(programs.all()[0]) == host.table.programs.identity(programs.all()[0])
+    assert not any(program.kind == "admit" for program in programs.all())
 
 
 def test_an_engine_runs_over_a_host_runner():

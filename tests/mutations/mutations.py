@@ -6,22 +6,9 @@ the package and demands that every test named here fails.
 
 from __future__ import annotations
 
-import dataclasses
-
 from jaxrunner.state.fields import REQUEST_FIELDS, SAMPLING_FIELDS
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutation:
-    """fast: quick enough to be run within the test suite."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    fast: bool = False
-
+from tests.mutations.host_runner import HOST_RUNNER
+from tests.mutations.mutation import Mutation
 
 POISON_MIXED = "tests/stages/test_poison.py::test_poison_changes_no_live_bit[mixed-mistral]"
 POISON_DECODE = "tests/stages/test_poison.py::test_poison_changes_no_live_bit[decode-mistral]"
@@ -690,4 +677,6 @@ CACHE = (
     ),
 )
 
-MUTATIONS: tuple[Mutation, ...] = PADDING + RANDOMNESS + ROW_FIELDS + CONSTRAINTS + FLOAT8 + LADDERS + CACHE
+MUTATIONS: tuple[Mutation, ...] = (
+    PADDING + RANDOMNESS + ROW_FIELDS + CONSTRAINTS + FLOAT8 + LADDERS + CACHE + HOST_RUNNER
+)
