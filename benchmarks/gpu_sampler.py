@@ -4,10 +4,10 @@
                                      [--history 4096] [--only TEXT]
 
 Logits are random bfloat16, about as wide as a language model's, widened to float32 as the step does. A row names what
-all requests of its batch ask for. It is first checked on some rows: the ids that a token was drawn from and the token
-itself are the oracle's. Then `us` is the device time of one call, all its kernels together (see `benchmarks.report`),
-and `temp_ratio` the bytes of its temporaries over those of the float32 logits. `adds` is what the op costs beside the
-row before it that lacks it. `peer` is vLLM 0.25.1 on the same GPU.
+all requests of its batch ask for. It is first checked on some rows: the ids that a token was drawn from, the token
+itself and log-probabilities are the oracle's. Then `us` is the device time of one call, all its kernels together (see
+`benchmarks.report`), and `temp_ratio` the bytes of its temporaries over those of the float32 logits. `adds` is what the
+op costs beside the row before it that lacks it. `peer` is vLLM 0.25.1 on the same GPU.
 Rows are written as they come; a row is void if anything was compiled while it was timed, or on a CPU, where the
 profiler sees no kernel; `--batch 2 --vocab 300 --history 32` tries everything there.
 """
@@ -29,15 +29,20 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import report  # noqa: E402
-from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier  # noqa: E402
+from jaxrunner.compile.buckets import Tier  # noqa: E402
+from jaxrunner.sampling.grammar import mask_by_grammar  # noqa: E402
 from jaxrunner.sampling.history import History  # noqa: E402
-from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs  # noqa: E402
+from jaxrunner.sampling.logprobs import TokenLogprobs  # noqa: E402
+from jaxrunner.sampling.nans import count_nans  # noqa: E402
+from jaxrunner.sampling.packed_bits import pack_bits  # noqa: E402
 from jaxrunner.sampling.sampler import Sampled, sample_tokens  # noqa: E402
 from jaxrunner.sampling_params import SamplingParams  # noqa: E402
 from jaxrunner.state.fields import REQUEST_FIELDS  # noqa: E402
 from jaxrunner.state.records import request_record  # noqa: E402
+from jaxrunner.state.reports import DEFAULT_REPORTS, Reports  # noqa: E402
 from jaxrunner.state.request_lists import DEFAULT_LIST_SIZES, list_writes  # noqa: E402
 from jaxrunner.state.sampling import SamplingState  # noqa: E402
+from tests.oracle import logprobs as logprobs_oracle  # noqa: E402
 from tests.oracle import sampler as oracle  # noqa: E402
 from tests.oracle import threefry  # noqa: E402
 
@@ -57,6 +62,8 @@ FILTERS = {"top_k": 50, "top_p": 0.9}
 class Case:
     """request: what every request asks for, by the names of `SamplingParams`. less: the case that `adds` compares with.
     floor: passes over the float32 logits that cannot be spared. peer: us at batch 256. tier: if not the lowest.
+    reports: what is reported of each token. allows: part of the ids that a grammar's mask leaves; None for no mask at
+    all, as in a fused step.
     """
 
     name: str
@@ -65,6 +72,8 @@ class Case:
     floor: float = 1.0
     peer: float | None = None
     tier: Tier | None = None
+    reports: Reports = DEFAULT_REPORTS
+    allows: float | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -105,14 +114,29 @@ CASES = (
         "temperature_top_k_top_p_penalties",
         3.0,
     ),
+    Case("greedy/mask_of_all", {"temperature": 0.0}, "greedy", allows=1.0),
+    Case("greedy/mask_of_few", {"temperature": 0.0}, "greedy", allows=0.01),
+    Case("temperature/mask_of_few", {"temperature": 0.8}, "temperature", allows=0.01),
     Case("greedy/in_constrained", {"temperature": 0.0}, "greedy", tier="constrained"),
     Case("greedy/in_full", {"temperature": 0.0}, "greedy", tier="full"),
+    Case("logprobs5", {"temperature": 0.8, "logprobs": 5}, "temperature", 2.0),
+    Case("logprobs5_greedy", {"temperature": 0.0, "logprobs": 5}, "greedy", 2.0),
+    Case("logprobs5_top_k_top_p", {"temperature": 0.8, "logprobs": 5, **FILTERS}, "temperature_top_k_top_p", 2.0),
+    Case(
+        "processed_logprobs5_top_k_top_p",
+        {"temperature": 0.8, "logprobs": 5, **FILTERS},
+        "temperature_top_k_top_p",
+        2.0,
+        reports=Reports("processed_logprobs"),
+    ),
+    Case("logprobs_all", {"temperature": 0.8, "logprobs": -1}, "temperature", 3.0, reports=Reports(max_logprobs=-1)),
+    Case("greedy/nan_count", {"temperature": 0.0}, "greedy", reports=Reports(nan_check="count")),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """CALLS batches of logits, and one batch of requests."""
+    """CALLS batches of logits, and one batch of requests. allowed: of their grammars, the bits of bitmask."""
 
     logits: list[jax.Array]
     params: SamplingState
@@ -120,6 +144,8 @@ class Inputs:
     history: History
     tokens: np.ndarray
     prompt_len: np.ndarray
+    allowed: np.ndarray
+    bitmask: jax.Array | None
 
 
 def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
@@ -138,22 +164,27 @@ def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
         records.append(record[len(REQUEST_FIELDS) :])
         lists[row, writes[:, 0]] = writes[:, 1]
     tokens = np.minimum(rng.zipf(1.3, (batch, width)), vocab) - 1
+    allowed = rng.random((batch, vocab)) < (1.0 if case.allows is None else case.allows)
     return Inputs(
         logits,
-        SamplingState(jnp.asarray(np.stack(records)), jnp.asarray(lists)),
+        SamplingState(jnp.asarray(np.stack(records)), jnp.asarray(lists), reports=case.reports),
         jnp.asarray(length, jnp.int32),
         History(jnp.asarray(tokens, jnp.int32), jnp.arange(batch), jnp.asarray(prompt_len, jnp.int32)),
         tokens,
         prompt_len,
+        allowed,
+        None if case.allows is None else pack_bits(jnp.asarray(allowed)),
     )
 
 
-def sampler(case: Case, logits: jax.Array, params, position, history) -> tuple[Sampled, TokenLogprobs | None]:
-    """What a step does with bfloat16 logits."""
+def sampler(case: Case, logits: jax.Array, params, position, history, bitmask) -> tuple[Sampled, jax.Array | None]:
+    """What a step does with bfloat16 logits: (tokens and what belongs to them, NaN of each row if they are counted)."""
     wide = logits.astype(jnp.float32)
-    sampled = sample_tokens(wide, params, position, tier=case.runs_in, history=history)
-    has_logprobs = Feature.LOGPROBS in TIER_FEATURES[case.runs_in]
-    return sampled, token_logprobs(wide, sampled.token_ids) if has_logprobs else None
+    if bitmask is not None:
+        wide = mask_by_grammar(wide, bitmask)
+    counts = case.reports.nan_check != "off"
+    num_nans = count_nans(wide, jnp.ones(len(wide), bool)) if counts else None
+    return sample_tokens(wide, params, position, tier=case.runs_in, history=history), num_nans
 
 
 def check(case: Case, inputs: Inputs) -> str | None:
@@ -163,10 +194,11 @@ def check(case: Case, inputs: Inputs) -> str | None:
     few = inputs.history._replace(rows=inputs.history.rows[rows], prompt_len=inputs.history.prompt_len[rows])
     run = jax.jit(functools.partial(sampler, dataclasses.replace(case, tier="full")))
     arguments = inputs.logits[0][rows], inputs.params.take(jnp.arange(count)), inputs.position[rows], few
+    arguments += (None if inputs.bitmask is None else inputs.bitmask[rows],)
     masks = np.unpackbits(np.asarray(run(*arguments)[0].sampling_mask).view(np.uint8), axis=1, bitorder="little")
-    own = jax.jit(functools.partial(sampler, case))(*arguments)[0].token_ids
-    for row, token in enumerate(np.asarray(own)):
-        logits = np.asarray(inputs.logits[0][row], np.float64)
+    own = jax.jit(functools.partial(sampler, case))(*arguments)[0]
+    for row, token in enumerate(np.asarray(own.token_ids)):
+        logits = np.where(inputs.allowed[row], np.asarray(inputs.logits[0][row], np.float64), -np.inf)
         length = int(inputs.position[row])
         known, prompt_len = inputs.tokens[row, :length].tolist(), int(inputs.prompt_len[row])
         stop_ids = list(case.request.get("stop_token_ids", ()))
@@ -181,6 +213,26 @@ def check(case: Case, inputs: Inputs) -> str | None:
             scores = scores / case.params.temperature + noise
         if scores.max() - scores[token] > 1e-3:
             return f"row {row}: token {token} scores {scores[token]}, the oracle's best {scores.max()}"
+        if own.logprobs is not None and (wrong := check_logprobs(case, own.logprobs, row, logits, wanted, mask)):
+            return f"row {row}: {wrong}"
+    return None
+
+
+def check_logprobs(case: Case, found: TokenLogprobs, row: int, logits, wanted, mask: set[int]) -> str | None:
+    """logits: f64[V]. wanted: these after constraints; mask: ids that the token was drawn from."""
+    if case.reports.is_processed:
+        logits = np.where(
+            np.isin(np.arange(len(wanted)), list(mask)), wanted / (case.params.temperature or 1.0), -np.inf
+        )
+    expected, ids = logprobs_oracle.log_softmax(logits), np.asarray(found.logprob_token_ids[row])
+    if not case.reports.is_processed and ids[1:].tolist() != logprobs_oracle.best_ids(logits, len(ids) - 1):
+        return f"the best ids are {ids[1:]}"
+    numbers = {"best": (found.logprobs[row], expected[ids])}
+    if found.every is not None:
+        numbers["all"] = found.every[row], expected
+    for name, (own, exact) in numbers.items():
+        if not np.allclose(own, exact, atol=1e-4):
+            return f"log-probabilities of the {name} ids are {own}, the oracle's {exact}"
     return None
 
 
@@ -196,15 +248,15 @@ def measure(case: Case, batch: int, vocab: int, width: int, times: dict[str, flo
         inputs = build(case, batch, vocab, width)
         if wrong := check(case, inputs):
             return row | {"error": wrong}
-        arguments = (inputs.logits, inputs.params, inputs.position, inputs.history)
+        arguments = (inputs.logits, inputs.params, inputs.position, inputs.history, inputs.bitmask)
 
         @jax.jit
-        def calls(logits, params, position, history):
+        def calls(logits, params, position, history, bitmask):
             outputs = []
             for each in logits:
                 if outputs:
                     each, outputs[-1] = jax.lax.optimization_barrier((each, outputs[-1]))
-                outputs.append(sampler(case, each, params, position, history))
+                outputs.append(sampler(case, each, params, position, history, bitmask))
             return outputs
 
         one = jax.jit(functools.partial(sampler, case)).lower(inputs.logits[0], *arguments[1:]).compile()

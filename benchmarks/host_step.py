@@ -13,6 +13,7 @@ import argparse
 import statistics
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,7 @@ class StubEngine:
         if program.kind == "admit":
             return args[0]
         if program.kind == "begin":
-            return args[1], None
+            return args[1], types.SimpleNamespace(last_tokens=None)
         rows = program.size if program.kind == "finish" else program.bucket.num_reqs
         tokens = np.full((rows, 1), 9, np.int32).view(_Answer)
         return args[1], StepOutput(tokens, np.ones(rows, np.int32))

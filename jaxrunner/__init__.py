@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "jaxrunner.engine.llm",
     "SamplingParams": "jaxrunner.sampling_params",
+    "StructuredOutputsParams": "jaxrunner.structured_outputs",
     "RequestOutput": "jaxrunner.engine.outputs",
     "CompletionOutput": "jaxrunner.engine.outputs",
     "load": "jaxrunner.models.loading",
@@ -21,6 +22,10 @@ _HOMES = {
     "RunnerState": "jaxrunner.state.runner_state",
     "ListSizes": "jaxrunner.state.request_lists",
     "ThinkingTokens": "jaxrunner.state.sampling",
+    "LogitsProcessor": "jaxrunner.sampling.custom",
+    "Sampler": "jaxrunner.sampling.custom",
+    "SamplingContext": "jaxrunner.sampling.custom",
+    "RequestArray": "jaxrunner.state.request_arrays",
     "set_kv_scales": "jaxrunner.state.kv_scales",
     "audit": "jaxrunner.state.audit",
     "admit": "jaxrunner.manual",

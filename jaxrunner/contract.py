@@ -85,6 +85,9 @@ class SchedulerOutput:
     anything is added; may contain an id that is also new (abort and resubmission under one id).
     preempted_req_ids: their rows are freed like those of finished requests. new_block_ids_to_zero: allocator blocks
     zeroed before the forward pass; kv_cache_block_copies: copies made after that and before the forward pass.
+    has_structured_output_requests: a request of the plan has structured_outputs; pending_structured_output_tokens: the
+    mask of one needs a token that is still on its way. They are the scheduler's word to the engine, which takes earlier
+    results before it calls `sample_tokens`; a runner knows its requests and misses no mask silently.
     """
 
     scheduled_new_reqs: list[NewRequestData] = dataclasses.field(default_factory=list)
@@ -116,7 +119,11 @@ class SchedulerOutput:
 
 @dataclasses.dataclass
 class GrammarOutput:
-    """grammar_bitmask: i32[rows, ceil(vocab / 32)], bit set = allowed, lowest bit first; rows grouped per request."""
+    """Masks of requests with structured_outputs, one row each.
+
+    grammar_bitmask: i32[rows, ceil(vocab / 32)], bit set = allowed, lowest bit first, in the order of
+    structured_output_request_ids. Never written after it was given to a runner.
+    """
 
     structured_output_request_ids: list[str]
     grammar_bitmask: np.ndarray
@@ -157,12 +164,14 @@ class ECConnectorOutput:
 
 
 class LogprobsLists(NamedTuple):
-    """Log-probabilities of a step, one row a request in the order of `req_ids`; N is the most a request asked for.
+    """Log-probabilities of a step, one row a request in the order of `req_ids`, or of a prompt, one row a token from
+    the second on. N is the most that a request asked for.
 
-    logprob_token_ids: i32[B, N + 1], the sampled id, then the best ids in order, which may hold the sampled one again.
-    logprobs: f32[B, N + 1], natural logarithms. Columns past what a request asked for, and rows of requests that asked
-    for nothing or got no token, hold the id -1 with -inf. sampled_token_ranks: i32[B], 1 for the best, 0 in such rows;
-    the best ids have the ranks 1..N. cu_num_generated_tokens: first row of each request if it has other than one.
+    logprob_token_ids: i32[B, N + 1], the sampled id (or the prompt's), then the best ids in order, which may hold it
+    again, then the ids that the request listed. logprobs: f32[B, N + 1], natural logarithms (or logits). Columns past
+    what a request asked for, and rows of requests that asked for nothing or got no token, hold the id -1 with -inf.
+    sampled_token_ranks: i32[B], 1 for the best, 0 in such rows; the best ids have the ranks 1, 2, ...
+    cu_num_generated_tokens: first row of each request if it has other than one.
     """
 
     logprob_token_ids: np.ndarray
@@ -197,7 +206,10 @@ class ModelRunnerOutput:
     """One step's result.
 
     req_ids: in batch order. sampled_token_ids: per request; empty while its prefill is unfinished. logprobs: None if
-    no request of the step asks for any. sampling_masks: likewise. sampling_errors: request id -> why no token could be
+    no request of the step asks for any. sampling_masks: likewise. prompt_logprobs_dict,
+    prompt_token_id_logprobs_dict: of requests that ask, in the step that completes their prompt (of two tokens or
+    more): a `LogprobsLists`; f32[prompt_len - 1, ids listed]. num_nans_in_logits: request id -> NaN among its logits,
+    if the runner counts them. sampling_errors: request id -> why no token could be
     sampled for it; it has to be finished, the others are not affected.
     """
 
@@ -205,7 +217,7 @@ class ModelRunnerOutput:
     req_id_to_index: dict[str, int]
     sampled_token_ids: list[list[int]]
     logprobs: LogprobsLists | None = None
-    prompt_logprobs_dict: dict[str, Any] = dataclasses.field(default_factory=dict)
+    prompt_logprobs_dict: dict[str, LogprobsLists] = dataclasses.field(default_factory=dict)
     pooler_output: list[Any] | None = None
     kv_connector_output: KVConnectorOutput | None = None
     ec_connector_output: ECConnectorOutput | None = None
@@ -213,6 +225,7 @@ class ModelRunnerOutput:
     cudagraph_stats: Any = None
     sampling_masks: SamplingMaskLists | None = None
     sampling_errors: dict[str, str] = dataclasses.field(default_factory=dict)
+    prompt_token_id_logprobs_dict: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def make_empty(cls) -> ModelRunnerOutput:

@@ -16,12 +16,22 @@ from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.forks import fork_request
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.stages.inputs import StepInput
-from jaxrunner.state.admission import ENTRIES_PER_CALL, AdmitEntry, admit_layout, apply_admit, pack_admit, release_entry
+from jaxrunner.state.admission import (
+    ENTRIES_PER_CALL,
+    AdmitEntry,
+    admit_layout,
+    apply_admit,
+    entries_with_arrays,
+    pack_admit,
+    release_entry,
+)
 from jaxrunner.state.alive import check_alive
 from jaxrunner.state.block_tables import NULL_BLOCK
 from jaxrunner.state.block_writes import no_block_writes
 from jaxrunner.state.fields import REQUEST_COLUMN
 from jaxrunner.state.records import check_token_ids, request_record
+from jaxrunner.state.reports import check_reports
+from jaxrunner.state.request_arrays import check_extra_args, request_rows
 from jaxrunner.state.request_lists import check_lists, list_writes
 from jaxrunner.state.requests import PARKING_ROW
 from jaxrunner.state.runner_state import RunnerState, host_view
@@ -55,6 +65,8 @@ def admit(
         ids = check_token_ids(prompt, vocab_size)
         if len(ids) >= state.max_model_len:
             raise AdmissionError(f"a prompt of {len(ids)} tokens leaves no room in max_model_len {state.max_model_len}")
+        if request.structured_outputs is not None:
+            raise AdmissionError("by hand a grammar's mask is an argument of the step: step(..., grammar_bitmask=mask)")
         check_lists(
             request,
             eos_token_ids,
@@ -63,12 +75,20 @@ def admit(
             has_thinking=state.sampling.thinking is not None,
             where=f"row {row}",
         )
+        check_reports(request, state.sampling.reports, where=f"row {row}")
+        if request.scores_prompt:
+            raise AdmissionError(
+                f"row {row}: prompt_logprobs come from a runner; by hand, keep the hidden states of the prompt's steps "
+                "(return_hidden=True) and call jaxrunner.stages.prompt_logprobs.prompt_logprobs with them"
+            )
+        check_extra_args(request, state.sampling.custom, f"row {row}")
         record = request_record(
             prompt_len=len(ids), prefill_len=len(ids), num_computed_tokens=0, params=request, seed=row
         )
         view.num_blocks[row] = 0
         lists = list_writes(request, eos_token_ids, state.sampling.sizes)
-        entries.append(AdmitEntry(row, record, ids, view.cover(row, len(ids)), lists))
+        arrays = request_rows(request, state.sampling.custom, len(ids))
+        entries.append(AdmitEntry(row, record, ids, view.cover(row, len(ids)), lists, arrays))
     return _apply(state, entries), rows[: len(prompts)]
 
 
@@ -182,9 +202,12 @@ class _HostTables:
 
 
 def _apply(state: RunnerState, entries: list[AdmitEntry]) -> RunnerState:
-    for start in range(0, len(entries), ENTRIES_PER_CALL):
-        part = entries[start : start + ENTRIES_PER_CALL]
+    custom = state.sampling.custom
+    size = entries_with_arrays(custom) if custom else ENTRIES_PER_CALL
+    for start in range(0, len(entries), size):
+        part = entries[start : start + size]
         tokens, blocks = sum(len(e.tokens) for e in part), sum(len(e.block_writes) for e in part)
-        layout = admit_layout(max(tokens, 1), blocks, num_list_writes=sum(len(e.list_writes) for e in part))
+        lists = sum(len(e.list_writes) for e in part)
+        layout = admit_layout(max(tokens, 1), blocks, num_list_writes=lists, custom=custom)
         state = apply_admit(state, jnp.asarray(pack_admit(layout, part)), layout=layout)
     return state

@@ -32,6 +32,8 @@ from jaxrunner.errors import CheckpointError
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.custom_attention import described, from_described
 from jaxrunner.runner.device_runner import DeviceRunner
+from jaxrunner.runner.grammar import no_grammar
+from jaxrunner.sampling.custom import CustomSampling
 from jaxrunner.stages.sample import StepOutput
 from jaxrunner.stages.step import Pending
 from jaxrunner.state.runner_state import RunnerState, host_view
@@ -95,7 +97,8 @@ class FlightRecorder:
             self._write({"weights": "replaced"})
         self._calls, self._left = self._calls + 1, self._left - 1
         call = {"call": self._calls, "program": dataclasses.asdict(entry.program)}
-        self._write({**call, "args": [_describe(a, self._weights) for a in args]})
+        free = tuple(self._runner.masks.free.values())
+        self._write({**call, "args": [_describe(a, self._weights, free) for a in args]})
         try:
             result = self._original(entry, *args)
         except Exception as error:
@@ -126,6 +129,7 @@ class FlightRecorder:
                 "device": jax.devices()[0].device_kind,
                 "ladder": dataclasses.asdict(programs.ladder),
                 "implementation": described(programs.implementation),
+                "custom": programs.custom.names,
                 "compiler_options": self._runner.table.compiler_options,
             }
         )
@@ -165,21 +169,32 @@ class ReplayReport:
         return f"{self.calls} calls replayed, {self.outputs} outputs and {self.states} states compared: {found}"
 
 
-def replay(path: str | Path, model: Model, weights: Any, *, replacements: Sequence[Any] = ()) -> ReplayReport:
+def replay(
+    path: str | Path,
+    model: Model,
+    weights: Any,
+    *,
+    replacements: Sequence[Any] = (),
+    logits_processors: Any = (),
+    sampler: Any = None,
+) -> ReplayReport:
     """Run a recording again and compare every output, and the state at the end of every segment, bit for bit.
 
     path: the recorder's directory. weights: those the oldest kept segment began with. replacements: the weights that
-    followed, one pytree for each time they were replaced while that was recorded.
+    followed, one pytree for each time they were replaced while that was recorded. logits_processors, sampler: those of
+    the recorded runner, of which a recording has the names alone.
 
     The same executables are compiled again, from the recorded ladder; where the JAX version, the device or the
     compiler's flags are others than the recorded ones, differences of rounding are to be expected. The last line of a
     recording that was cut off is left out. Raises CheckpointError for a directory without a recording, a damaged
-    segment, and for weights that were replaced more often than `replacements` says.
+    segment, other logits processors or another sampler, and for weights that were replaced more often than
+    `replacements` says.
     """
     folders = _segments(Path(path))
     if not folders:
         raise CheckpointError(f"{path} holds no recording of a FlightRecorder")
-    player = _Player(model, weights, list(replacements))
+    custom = CustomSampling.of(logits_processors, sampler)
+    player = _Player(model, weights, list(replacements), custom)
     for folder in folders:
         player.play(folder)
     return ReplayReport(player.calls, player.outputs, player.states, tuple(player.differences), tuple(player.failed))
@@ -188,8 +203,8 @@ def replay(path: str | Path, model: Model, weights: Any, *, replacements: Sequen
 class _Player:
     """One replay: the state and the outputs it has come to."""
 
-    def __init__(self, model: Model, weights: Any, replacements: list[Any]):
-        self.model, self.weights, self.replacements = model, weights, replacements
+    def __init__(self, model: Model, weights: Any, replacements: list[Any], custom: CustomSampling):
+        self.model, self.weights, self.replacements, self.custom = model, weights, replacements, custom
         self.calls = self.outputs = self.states = 0
         self.differences: list[str] = []
         self.failed: list[str] = []
@@ -224,11 +239,17 @@ class _Player:
         if self.state is not None and header["continues"]:
             self._compare_state(saved_checksums(folder / STATE_FILE), f"segment {header['segment']}")
         self.state = load_state(folder / STATE_FILE, self.model)
+        if header["custom"] != self.custom.names:
+            raise CheckpointError(
+                f"{folder} was recorded with the logits processors and sampler {header['custom']}, not with "
+                f"{self.custom.names}: pass the same logits_processors=... and sampler=..."
+            )
         made_with = {name: header[name] for name in ("ladder", "implementation", "compiler_options")}
         if made_with != self.header:
             ladder = Ladder(**{name: _tuples(value) for name, value in header["ladder"].items()})
             implementation = from_described(header["implementation"])
-            programs = ProgramSet(self.model, self.weights, self.state, ladder, implementation=implementation)
+            options: dict[str, Any] = {"implementation": implementation, "custom": self.custom}
+            programs = ProgramSet(self.model, self.weights, self.state, ladder, **options)
             self.table = BucketTable(programs, compiler_options=header["compiler_options"])
             self.header = made_with
 
@@ -239,14 +260,17 @@ class _Player:
         fields = {name: _tuples(value) for name, value in line["program"].items()}
         bucket = fields.pop("bucket")
         program = Program(bucket=Bucket(**bucket) if bucket else None, **fields)
-        known = {"weights": self.weights, "state": self.state, "pending": self.pending, "none": None}
+        pending = self.pending and (self.pending if program.kind == "prompt" else self.pending.last_tokens)
+        known = {"weights": self.weights, "state": self.state, "pending": pending, "none": None}
+        if "no_grammar" in line["args"]:
+            known["no_grammar"] = no_grammar(program.size, self.model.vocab_size)
         args = [known[a] if isinstance(a, str) else _array(a) for a in line["args"]]
         result = self.table.call(self.table.get(program), *args)
         self.state, output = (result, None) if isinstance(result, RunnerState) else result
         self.calls += 1
         if isinstance(output, StepOutput):
             self.results[line["call"]] = output
-        else:
+        elif isinstance(output, Pending):
             self.pending = output
 
     def _compare_output(self, line: dict[str, Any], output: StepOutput) -> None:
@@ -266,7 +290,7 @@ class _Player:
             self.differences.append(f"state at {where}: other bits in {', '.join(other)}")
 
 
-def _describe(value: Any, weights: Any) -> str | dict[str, Any]:
+def _describe(value: Any, weights: Any, free_masks: Sequence[jax.Array]) -> str | dict[str, Any]:
     """An argument of an executable: by name if the replay has it, else its contents."""
     if isinstance(value, RunnerState):
         return "state"
@@ -276,6 +300,8 @@ def _describe(value: Any, weights: Any) -> str | dict[str, Any]:
         return "weights"
     if value is None:
         return "none"
+    if any(value is mask for mask in free_masks):
+        return "no_grammar"
     array = host_view(value)
     return {"dtype": array.dtype.name, "shape": list(array.shape), "data": base64.b64encode(raw_bytes(array)).decode()}
 

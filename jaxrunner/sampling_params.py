@@ -14,13 +14,11 @@ import numpy as np
 
 from jaxrunner.compile.buckets import Feature, Tier, lowest_tier
 from jaxrunner.errors import AdmissionError, NotBuiltError
-from jaxrunner.sampling.logprobs import MAX_LOGPROBS
 from jaxrunner.sampling.temperature import GREEDY_BELOW
+from jaxrunner.structured_outputs import StructuredOutputsParams
 
 NOT_BUILT_DEFAULTS: dict[str, Any] = {
     "n": 1,
-    "prompt_logprobs": None,
-    "structured_outputs": None,
 }
 """Parameters of vLLM's class that are known but not built, with the value that asks for nothing."""
 
@@ -41,7 +39,10 @@ class SamplingParams:
     min_tokens: no end id (the model's unless ignore_eos, and stop_token_ids) is sampled and no stop string is looked
     for before so many tokens. stop: strings that end a request wherever they begin and end within tokens; the text is
     cut before the string, or after it with include_stop_str_in_output. Strings are the engine's, a runner ignores them.
-    logprobs: log-probabilities of each sampled token and of so many best ones, 0 to 20; None for none at all.
+    logprobs: log-probabilities of each sampled token and of so many best ids, as many as the `max_logprobs` of
+    RunnerConfig allows, -1 for all ids; None for none at all. logprob_token_ids: of these ids as well, or instead.
+    prompt_logprobs, prompt_logprob_token_ids: the same of each token of the prompt but the first; such a request runs
+    its whole prompt, without the prefix cache. `Reports` says of which numbers they are.
     repetition_penalty: above 0; logits of ids in the prompt or the output are divided by it if positive, else
     multiplied; 1 is off. frequency_penalty, presence_penalty: -2 to 2; subtracted for each time an id was sampled, and
     once if it was; 0 is off. logit_bias: id -> what is added to its logit. allowed_token_ids: all other ids are
@@ -52,6 +53,9 @@ class SamplingParams:
     log-probabilities are those of these tokens.
     return_sampling_mask: for each token the ids that it was drawn from, with a finite logit after constraints and
     filters. A request whose constraints leave no id at all ends with an error of its own.
+    extra_args: for the user's logits processors and sampler (`jaxrunner.sampling.custom`): the name of each that is to
+    serve this request -> {array name: value}, {} for its defaults.
+    structured_outputs: what the output's text must look like; an engine masks every token's logits for it.
     The remaining parameters are accepted only with the value that asks for nothing: anything else raises
     NotBuiltError, so that no option is silently ignored.
     """
@@ -68,6 +72,7 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -78,9 +83,11 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     replay_token_ids: Sequence[int] | None = None
     return_sampling_mask: bool = False
+    extra_args: Mapping[str, Mapping[str, Any]] | None = None
     n: int = 1
     prompt_logprobs: int | None = None
-    structured_outputs: Any = None
+    prompt_logprob_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
@@ -94,6 +101,9 @@ class SamplingParams:
         self._check_stopping()
         self._check_penalties()
         self._check_lists()
+        object.__setattr__(self, "extra_args", _extra_args(self.extra_args))
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise AdmissionError(f"structured_outputs is {self.structured_outputs!r}, no StructuredOutputsParams")
         for name, nothing in NOT_BUILT_DEFAULTS.items():
             value = getattr(self, name)
             if value != nothing:
@@ -112,16 +122,22 @@ class SamplingParams:
     def features(self) -> Feature:
         """All that is asked of the sampler."""
         lists = (self.logit_bias, self.allowed_token_ids, self.bad_words_token_ids, self.replay_token_ids)
+        has_budget = self.thinking_token_budget is not None
         used = {
             Feature.DRAW: not self.is_greedy,
             Feature.FILTERS: not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0),
             Feature.CONSTRAINTS: bool(
-                self.min_tokens or self.has_penalty or any(lists) or self.thinking_token_budget is not None
+                self.min_tokens or self.has_penalty or any(lists) or has_budget or self.extra_args
             ),
-            Feature.LOGPROBS: self.logprobs is not None,
+            Feature.LOGPROBS: self.logprobs is not None or self.logprob_token_ids is not None,
             Feature.SAMPLING_MASK: self.return_sampling_mask,
         }
         return functools.reduce(operator.or_, (feature for feature, asked in used.items() if asked), Feature(0))
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether something is asked of the prompt's own tokens."""
+        return self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None
 
     @property
     def tier(self) -> Tier:
@@ -142,8 +158,10 @@ class SamplingParams:
             raise AdmissionError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off)")
         if not 0 <= self.min_p <= 1:
             raise AdmissionError(f"min_p is {self.min_p}; it must lie in 0 (off) to 1")
-        if self.logprobs is not None and not (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS):
-            raise AdmissionError(f"logprobs is {self.logprobs!r}; it must be 0 to {MAX_LOGPROBS}, or None for none")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not (_is_int(count) and count >= -1):
+                raise AdmissionError(f"{name} is {count!r}; it must be 0 or more, -1 for all ids, or None for none")
 
     def _check_stopping(self) -> None:
         if not (_is_int(self.min_tokens) and self.min_tokens >= 0):
@@ -175,7 +193,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", {int(t): float(value) for t, value in bias.items()} or None)
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
             raise AdmissionError("allowed_token_ids is empty, so no id could be sampled; leave it at None for no limit")
-        for name in ("allowed_token_ids", "replay_token_ids"):
+        for name in ("allowed_token_ids", "replay_token_ids", "logprob_token_ids", "prompt_logprob_token_ids"):
             object.__setattr__(self, name, _ids(name, getattr(self, name)) or None)
         words = tuple(_ids("bad_words_token_ids", word) for word in self.bad_words_token_ids or ())
         if not all(words):
@@ -194,6 +212,23 @@ def _is_int(value: Any) -> bool:
 
 def _is_finite_float32(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(float(value)) <= MAX_FLOAT32
+
+
+def _extra_args(given: Any) -> dict[str, dict[str, np.ndarray]] | None:
+    """Copies of the values, which nobody can write into."""
+    if not isinstance(given, Mapping | None) or not all(isinstance(v, Mapping) for v in (given or {}).values()):
+        raise AdmissionError(f"extra_args is {given!r}; it must map the name of a logits processor to its arrays")
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for owner, values in (given or {}).items():
+        found[owner] = {}
+        for name, value in values.items():
+            try:
+                array = np.array(value)
+            except ValueError as error:
+                raise AdmissionError(f"extra_args[{owner!r}][{name!r}] is no array: {error}") from error
+            array.flags.writeable = False
+            found[owner][name] = array
+    return found or None
 
 
 def _ids(name: str, ids: Sequence[int] | None) -> tuple[int, ...]:

@@ -15,6 +15,9 @@ from jaxtyping import install_import_hook
 with contextlib.suppress(ImportError):
     importlib.import_module("jaxrunner.pallas.attention_triton_kernels")
 
+# A kept executable describes its results by a pytree of placeholders, which are no arrays.
+importlib.import_module("jaxrunner.sampling.logprobs")
+
 # Every jaxtyping annotation of these packages is checked at each call, traced calls included.
 install_import_hook(
     ["jaxrunner.pallas", "jaxrunner.models.layers", "jaxrunner.models.transformer", "jaxrunner.sampling"],

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from jaxrunner.runner.admission import NOT_BUILT_REQUEST_FIELDS, NOT_BUILT_STEP_FIELDS
-from jaxrunner.sampling_params import NOT_BUILT_DEFAULTS
 
 TESTS = Path(__file__).parent
 NUM_CASES = 129
@@ -24,6 +23,8 @@ RUNNER, RUNNER_CONSTRAINTS = "runner/test_device_runner.py", "runner/test_constr
 OPS, BY_HAND = "sampling/test_constraints.py", "stages/test_constraints.py"
 FILTERS, SAFETENSORS = "sampling/test_filters.py", "models/test_safetensors_loader.py"
 GRAPHS = "ladder/test_dispatch.py"
+RUNNER_GRAMMAR, GRAMMAR = "runner/test_grammar.py", "engine/test_grammar.py"
+STRUCTURED = "engine/test_structured_outputs.py"
 NO_COMPILE = f"{RUNNER}::test_500_mixed_steps_compile_nothing"
 
 COVERED: dict[int, tuple[str, ...]] = {
@@ -41,6 +42,7 @@ COVERED: dict[int, tuple[str, ...]] = {
     ),
     11: (f"{RUNNER}::test_the_result_does_not_depend_on_dict_order",),
     # Preemption, resumption, abort
+    12: ("runner/test_custom.py::test_k012_a_stateful_processor_counts_tokens_and_survives_a_preemption",),
     13: (f"{SCHEDULER}::test_preemption_changes_no_token", PROPERTIES),
     14: (f"{SCHEDULER}::test_preemption_changes_no_token", PROPERTIES),
     15: (
@@ -124,6 +126,18 @@ COVERED: dict[int, tuple[str, ...]] = {
     64: ("sampling/test_logprobs.py::test_k064_a_sampled_id_is_listed_once_and_keeps_its_rank",),
     65: ("sampling/test_logprobs.py::test_k065_zero_gives_the_sampled_token_alone_and_none_gives_nothing",),
     66: ("sampling/test_logprobs.py::test_k066_logarithms_not_probabilities",),
+    67: ("engine/test_prompt_logprobs.py::test_k067_a_cached_prompt_is_scored_like_a_new_one",),
+    68: (
+        "runner/test_prompt_logprobs.py::test_k068_a_prompt_that_is_evicted_between_chunks_is_scored_whole",
+        "engine/test_prompt_logprobs.py::test_k068_preemption_at_any_time_changes_no_score",
+    ),
+    # Structured output
+    70: (f"{RUNNER_GRAMMAR}::test_k070_a_mask_finds_its_row_by_its_request",),
+    71: (f"{RUNNER_GRAMMAR}::test_k071_a_wider_mask_is_cut_and_a_narrower_one_forbids_the_rest",),
+    72: (f"{RUNNER_GRAMMAR}::test_k072_a_plain_request_beside_a_structured_one_is_free",),
+    73: (f"{GRAMMAR}::test_k073_the_mask_has_a_bit_for_the_largest_id",),
+    74: (f"{STRUCTURED}::test_k074_nothing_follows_the_end_of_the_grammar",),
+    75: (f"{GRAMMAR}::test_k075_a_cleared_compiler_and_that_of_another_tokenizer_compile_anew",),
     # Results that arrive late
     84: ("state/test_host_arrays.py::test_k084_inputs_may_be_overwritten_while_the_step_runs",),
     85: (f"{RUNNER}::test_asynchronous_outputs_may_be_read_late",),
@@ -178,7 +192,7 @@ COVERED: dict[int, tuple[str, ...]] = {
         "ladder/test_rules.py::test_k115_drafts_do_not_make_vllms_list_grow_without_bound",
     ),
     116: (NO_COMPILE, PROPERTIES),
-    117: (NO_COMPILE,),
+    117: (NO_COMPILE, "runner/test_reports.py::test_k117_no_mode_compiles_after_warm_up"),
     119: (NO_COMPILE, "test_scoring.py::test_one_call_compiles_the_step_once"),
     # JAX and Pallas
     120: (
@@ -202,14 +216,11 @@ COVERED: dict[int, tuple[str, ...]] = {
 NOT_BUILT: dict[str, tuple[int, ...]] = {
     "speculative decoding": (4, 16, 20, 43, 44, 69, *range(76, 84)),
     "shards, and the paddings of TPU kernels": (5, 8),
-    "logits processors of the user": (12,),
     "LoRA adapters": (25, 87, 88, 89, 118),
     "local attention in chunks, which splits a request": (33, 36),
     "groups with block sizes of their own: all groups of a model share one": (37,),
     "multimodal inputs and their positions": (38, 39),
     "a mode in which logits do not depend on the batch by a bit; shared-prefix attention": (45, 46),
-    "prompt_logprobs": (67, 68),
-    "structured output": tuple(range(70, 76)),
     "pooling": (90, 91, 92),
 }
 
@@ -217,8 +228,6 @@ REFUSED = {
     "speculative decoding": "scheduled_spec_decode_tokens" in NOT_BUILT_STEP_FIELDS,
     "LoRA adapters": "lora_request" in NOT_BUILT_REQUEST_FIELDS,
     "multimodal inputs and their positions": "mm_features" in NOT_BUILT_REQUEST_FIELDS,
-    "prompt_logprobs": "prompt_logprobs" in NOT_BUILT_DEFAULTS,
-    "structured output": "structured_outputs" in NOT_BUILT_DEFAULTS,
     "pooling": "pooling_params" in NOT_BUILT_REQUEST_FIELDS,
 }
 

@@ -51,6 +51,21 @@ def busy(runner, steps=9, serial=0):
     return tokens
 
 
+def test_a_recording_with_scored_prompts_replays(runner, tmp_path):
+    """Chunks of a ragged step and of single tokens, before and after the second half of a step."""
+    asking = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    with FlightRecorder(runner, tmp_path / "r"):
+        run(runner, plan({"a": 4, "b": 3}, [new("a", [1, 2, 3, 4, 5, 6], [1], asking), new("b", [7, 8, 9], [2])]))
+        run(runner, plan({"a": 1, "b": 1}))
+        run(runner, plan({"a": 1, "b": 1}))
+        run(runner, plan({"a": 1, "b": 1}))
+    ran = [line["program"]["kind"] for line in lines(tmp_path / "r", "call")]
+    assert ran.count("prompt") == 2
+    report = replay(tmp_path / "r", *load_tiny("llama"))
+    assert report.exact
+    assert (report.outputs, report.states) == (4, 1)
+
+
 def lines(directory, kind):
     return [
         line

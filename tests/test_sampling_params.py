@@ -12,8 +12,6 @@ from jaxrunner.errors import AdmissionError, NotBuiltError
     ("name", "value"),
     [
         ("n", 2),
-        ("prompt_logprobs", 1),
-        ("structured_outputs", object()),
     ],
 )
 def test_what_is_not_built_raises_and_names_itself(name, value):
@@ -47,9 +45,11 @@ def test_values_that_ask_for_nothing_are_accepted(name, value):
         ({"min_p": 1.1}, "min_p"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 17}, "min_tokens 17 is more than max_tokens 16"),
-        ({"logprobs": 21}, "0 to 20"),
-        ({"logprobs": -1}, "0 to 20"),
-        ({"logprobs": True}, "0 to 20"),
+        ({"logprobs": -2}, "logprobs is -2"),
+        ({"logprobs": True}, "logprobs is True"),
+        ({"prompt_logprobs": 1.5}, "prompt_logprobs is 1.5"),
+        ({"logprob_token_ids": [1.5]}, "logprob_token_ids"),
+        ({"prompt_logprob_token_ids": ["a"]}, "prompt_logprob_token_ids"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop"),
         ({"stop": ["a", 3]}, "stop"),
@@ -83,8 +83,10 @@ def test_impossible_values_raise(fields, message):
         ({"top_p": 0.99}, "filtered"),
         ({"min_p": 0.01}, "filtered"),
         ({"temperature": 0, "min_tokens": 1}, "constrained"),
-        ({"temperature": 0, "logprobs": 0}, "full"),
+        ({"temperature": 0, "logprobs": 0}, "logprobs"),
         ({"top_k": 3, "logprobs": 2}, "full"),
+        ({"logprob_token_ids": [3]}, "logprobs"),
+        ({"temperature": 0, "prompt_logprobs": 2, "prompt_logprob_token_ids": [3]}, "greedy"),
         ({"temperature": 0, "repetition_penalty": 1.1}, "constrained"),
         ({"frequency_penalty": -0.1}, "constrained"),
         ({"presence_penalty": 0.1}, "constrained"),
@@ -115,5 +117,7 @@ def test_every_field_is_used_or_listed_as_not_built():
     used = {"temperature", "max_tokens", "seed", "ignore_eos", "stop_token_ids"}
     used |= {"top_k", "top_p", "min_p", "min_tokens", "logprobs", "stop", "include_stop_str_in_output"}
     used |= {"repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "allowed_token_ids"}
+    used |= {"logprob_token_ids", "prompt_logprobs", "prompt_logprob_token_ids"}
     used |= {"bad_words", "bad_words_token_ids", "thinking_token_budget", "replay_token_ids", "return_sampling_mask"}
+    used |= {"extra_args", "structured_outputs"}
     assert {f.name for f in dataclasses.fields(SamplingParams)} == used | set(NOT_BUILT_DEFAULTS)

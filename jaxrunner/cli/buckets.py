@@ -79,7 +79,7 @@ def _ladder(model: Model, config: RunnerConfig, rungs: dict[str, tuple[int, ...]
 
     chosen: dict[str, Any] = dict(rungs)
     if "finish" in chosen:
-        chosen["finish_constrained"] = ()
+        chosen["finish_costly"] = ()
     if tiers:
         chosen["tiers"] = tuple(tiers.split(","))
         if unknown := set(chosen["tiers"]) - set(TIERS):

@@ -8,7 +8,8 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from jaxrunner.engine.llm import LLM
     from jaxrunner.engine.outputs import RequestOutput
     from jaxrunner.sampling_params import SamplingParams
+    from jaxrunner.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger("jaxrunner")
 
@@ -40,6 +42,14 @@ def generate(
     ] = "float32",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto (the dtype), float32, bfloat16, float16, or fp8.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest sequence, prompt included.")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="The output is JSON that fits this file's schema.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The output as a whole matches this.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="The output is this or another --choice.")] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="The output fits this file's Lark or GBNF grammar.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the model's end ids.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: token_ids, text, finish_reason.")
@@ -48,11 +58,21 @@ def generate(
     """Generate text from one prompt, streaming it to stdout. Progress and messages go to stderr."""
     if (prompt is None) == (prompt_ids is None):
         raise typer.BadParameter("give a prompt or --prompt-ids, one of the two")
+    structures = {"json": json_schema, "regex": regex, "choice": choice or None, "grammar": grammar}
+    structures = {kind: value for kind, value in structures.items() if value is not None}
+    if len(structures) > 1:
+        raise typer.BadParameter("give one of --json-schema, --regex, --choice and --grammar")
     ids = None if prompt_ids is None else _parse_ids(prompt_ids)
     with command() as console:
         from jaxrunner import LLM, SamplingParams
 
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=max_tokens,
+            seed=seed,
+            ignore_eos=ignore_eos,
+            structured_outputs=_structured_outputs(structures),
+        )
         with console.status("loading the model"):
             announce_download(console, model)
             # One sequence at a time: a state of one row, and no bucket for more.
@@ -72,6 +92,15 @@ def generate(
         sys.stdout.write("\n")
         sys.stdout.flush()
         console.print(run.summary(), style="dim", highlight=False)
+
+
+def _structured_outputs(asked: dict[str, Any]) -> StructuredOutputsParams | None:
+    from jaxrunner.structured_outputs import StructuredOutputsParams
+
+    texts: dict[str, Any] = {
+        kind: value.read_text() if isinstance(value, Path) else value for kind, value in asked.items()
+    }
+    return StructuredOutputsParams(**texts) if texts else None
 
 
 def _encode(llm: LLM, text: str, raw: bool) -> list[int]:
@@ -106,6 +135,7 @@ class _Run:
 
         config = self.llm.runner.config
         check_token_ids(self.prompt, self.llm.model.vocab_size)
+        self.llm.grammar(self.params)
         if len(self.prompt) > config.max_model_len:
             return  # it will be refused, with the reason
         started = time.perf_counter()
@@ -118,7 +148,8 @@ class _Run:
         needed += [programs.first(ladder.mixed_bucket(rung, tier)) for rung in sorted(rungs)]
         needed += [programs.finish(1, tier)]
         if self.params.max_tokens != 1:
-            needed += [programs.first(ladder.decode_bucket(1, tier))]
+            has_grammar = self.params.structured_outputs is not None
+            needed += [programs.first(ladder.decode_bucket(1, tier), has_grammar=has_grammar)]
         self.llm.runner.warm_up(programs=[program for program in needed if program], progress=_log_ready)
         self.ready_seconds = time.perf_counter() - started
 

@@ -8,7 +8,7 @@ import functools
 from typing import Literal
 
 Kind = Literal["decode", "mixed"]
-Tier = Literal["greedy", "random", "filtered", "constrained", "full"]
+Tier = Literal["greedy", "random", "logprobs", "filtered", "constrained", "full"]
 
 
 class Feature(enum.IntFlag):
@@ -29,6 +29,7 @@ REPORTS = Feature.LOGPROBS | Feature.SAMPLING_MASK
 TIER_FEATURES: dict[Tier, Feature] = {
     "greedy": Feature(0),
     "random": Feature.DRAW,
+    "logprobs": Feature.DRAW | Feature.LOGPROBS,
     "filtered": Feature.DRAW | Feature.FILTERS,
     "constrained": Feature.DRAW | Feature.FILTERS | Feature.CONSTRAINTS,
     "full": Feature.DRAW | Feature.FILTERS | Feature.CONSTRAINTS | REPORTS,

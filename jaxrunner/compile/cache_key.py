@@ -69,9 +69,10 @@ def target_device() -> jax.Device:
 
 @functools.cache
 def source_digest(root: Path = SOURCES) -> str:
-    """Of every Python file of the package: a version number alone would take edited sources for released ones."""
+    """Of every Python file of the package and every size that was tuned: a version number alone would take edited
+    sources for released ones."""
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted([*root.rglob("*.py"), *root.glob("pallas/tuned/*.json")]):
         digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

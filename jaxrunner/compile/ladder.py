@@ -23,9 +23,10 @@ if TYPE_CHECKING:  # a ladder is studied (`jaxrunner.ladder`) where there is no 
 
 MAX_EXECUTABLES = 40
 """What a default ladder compiles at most."""
-ADMITS_AND_MOVES = 4
-ALL_RUNGS_REQS = 64
-"""Most requests for which tiers with constraints have a second half for a single one of them."""
+OTHER_PROGRAMS = 5
+"""Three to admit, one for moves, one for log-probabilities of prompts."""
+ALL_RUNGS_REQS, ALL_COSTLY_RUNGS_REQS = 64, 16
+"""Most requests for which tiers have a second half for a single one of them: those of a plain draw, and the others."""
 FUSED_REQS = 256
 """Largest decode that has a fused step: beyond it one launch more is nothing beside the step itself."""
 
@@ -33,7 +34,7 @@ FUSED_REQS = 256
 @dataclasses.dataclass(frozen=True)
 class Ladder:
     """decode: request rungs of the uniform decode. mixed: token rungs of ragged steps. finish: request rungs of the
-    second half of a step that is not fused. finish_constrained: those of tiers with constraints, by default the same.
+    second half of a step that is not fused. finish_costly: those of tiers beyond a plain draw, by default the same.
     The last rung of each is the exact maximum. query_len: tokens of a decode.
     """
 
@@ -42,15 +43,15 @@ class Ladder:
     finish: tuple[int, ...]
     query_len: int = 1
     tiers: tuple[Tier, ...] = TIERS
-    finish_constrained: tuple[int, ...] = ()
+    finish_costly: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "finish_constrained", self.finish_constrained or self.finish)
-        for name in ("decode", "mixed", "finish", "finish_constrained"):
+        object.__setattr__(self, "finish_costly", self.finish_costly or self.finish)
+        for name in ("decode", "mixed", "finish", "finish_costly"):
             rungs = getattr(self, name)
             if not rungs or list(rungs) != sorted(set(rungs)) or rungs[0] < 1:
                 raise ValueError(f"the {name} rungs must be ascending, distinct and positive, got {rungs}")
-        for rungs in (self.finish, self.finish_constrained):
+        for rungs in (self.finish, self.finish_costly):
             if rungs[-1] != self.decode[-1]:
                 raise ValueError(f"decode and finish rungs end at {self.decode[-1]} and {rungs[-1]} requests")
 
@@ -68,18 +69,19 @@ class Ladder:
     ) -> Ladder:
         """Powers of two for decodes; halves of the maximum for ragged steps, down to 16 or to a 128th of it, as many
         as MAX_EXECUTABLES allows; and three second halves: for one request, for the root of the maximum and for all. Of
-        many requests the first is left out where there are constraints, so that the list stays short.
+        many requests the first is left out, so that the list stays short; where the tier costs more, of fewer.
         """
         del model  # every model of this package takes the same rungs
         tokens = max(max_num_batched_tokens, max_num_seqs)
         decode = geometric(1, max_num_seqs, 2)
-        finish = default_finish(max_num_seqs)
-        constrained = finish if max_num_seqs <= ALL_RUNGS_REQS else finish[1:]
+        rungs = default_finish(max_num_seqs)
+        finish = rungs if max_num_seqs <= ALL_RUNGS_REQS else rungs[1:]
+        costly = rungs if max_num_seqs <= ALL_COSTLY_RUNGS_REQS else rungs[1:]
         fused = sum(n <= FUSED_REQS for n in decode)
-        finishes = sum(len(constrained if _has_constraints(tier) else finish) for tier in TIERS)
-        others = len(decode) + fused + finishes + ADMITS_AND_MOVES
+        finishes = sum(len(costly if _is_costly(tier) else finish) for tier in TIERS)
+        others = len(decode) + fused + finishes + OTHER_PROGRAMS
         mixed = halves(tokens, max(16, tokens // 128), max(3, MAX_EXECUTABLES - others))
-        return cls(decode, mixed, finish, finish_constrained=constrained)
+        return cls(decode, mixed, finish, finish_costly=costly)
 
     @classmethod
     def powers_of_two(cls, max_num_seqs: int, max_num_batched_tokens: int | None = None) -> Ladder:
@@ -90,7 +92,8 @@ class Ladder:
 
     def pick(self, inputs: StepInput) -> Bucket:
         """The smallest bucket that holds `inputs`. Raises CapacityError past the last rung, naming the limit."""
-        return self.pick_sizes(inputs.num_reqs, inputs.num_tokens, inputs.uniform_query_len, inputs.tier)
+        uniform = None if inputs.keeps_tokens else inputs.uniform_query_len
+        return self.pick_sizes(inputs.num_reqs, inputs.num_tokens, uniform, inputs.tier)
 
     def pick_sizes(
         self, num_reqs: int, num_tokens: int, uniform_query_len: int | None, tier: Tier = "greedy"
@@ -138,7 +141,7 @@ class Ladder:
 
     def finish_rungs(self, tier: Tier) -> tuple[int, ...]:
         """Request rungs of the second halves at `tier`."""
-        return self.finish_constrained if _has_constraints(tier) else self.finish
+        return self.finish_costly if _is_costly(tier) else self.finish
 
     def finish_rung(self, num_reqs: int, tier: Tier) -> int:
         return _at_least(self.finish_rungs(tier), num_reqs)
@@ -161,8 +164,8 @@ def default_finish(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted({1, min(root, max_num_seqs), max_num_seqs}))
 
 
-def _has_constraints(tier: Tier) -> bool:
-    return Feature.CONSTRAINTS in TIER_FEATURES[tier]
+def _is_costly(tier: Tier) -> bool:
+    return bool(TIER_FEATURES[tier] & ~Feature.DRAW)
 
 
 def geometric(first: int, last: int, factor: int) -> tuple[int, ...]:

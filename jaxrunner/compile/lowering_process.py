@@ -24,6 +24,7 @@ from jaxrunner.compile.compiler import LoweredProgram
 from jaxrunner.compile.programs import Program, Programs
 from jaxrunner.pallas.custom_attention import custom
 from jaxrunner.pallas.target import Target, target, tracing_for
+from jaxrunner.sampling.custom import NO_CUSTOM
 
 CUSTOM_CALLS = ("mosaic_gpu_v2", "triton_kernel_call")
 """Kernels: calls whose form JAX does not promise to keep between versions, which here are the same on both sides."""
@@ -38,10 +39,12 @@ PROGRAMS_A_PROCESS = 3
 
 def default_processes(programs: Programs, count: int) -> int:
     """How many processes pay for lowering `count` programs: none unless they are for a GPU that a process without it
-    lowers Mosaic kernels for as one with it does (compute capability 9.0); and none for an attention of the user's own,
-    which may not be found by its name there, or for Triton's, which asks the device.
+    lowers Mosaic kernels for as one with it does (compute capability 9.0); and none for functions of the user's own,
+    which may not be found by their names there, or for Triton's attention, which asks the device.
     """
-    if target()[:2] != ("gpu", "9.0") or custom(programs.implementation) or "triton" in str(programs.implementation):
+    if target()[:2] != ("gpu", "9.0") or "triton" in str(programs.implementation):
+        return 0
+    if custom(programs.implementation) or programs.custom != NO_CUSTOM:
         return 0
     return min(MOST_PROCESSES, (os.cpu_count() or 1) // 2, count // PROGRAMS_A_PROCESS)
 

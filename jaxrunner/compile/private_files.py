@@ -27,8 +27,7 @@ def open_directory(path: Path) -> Path:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(f"{path} is no directory")
-    if found.st_uid != os.geteuid():
-        raise PermissionError(f"{path} belongs to user {found.st_uid}, not to you")
+    _check_owner(found, str(path))
     if found.st_mode & _OTHERS:
         raise PermissionError(f"others can enter {path}; run `chmod 700 {path}` if only you have written to it")
     return path
@@ -47,11 +46,15 @@ def read_file(path: Path) -> bytes:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise PermissionError(f"{path.name} is no regular file")
-        if found.st_uid != os.geteuid():
-            raise PermissionError(f"{path.name} belongs to user {found.st_uid}, not to you")
+        _check_owner(found, path.name)
         if found.st_mode & _OTHERS_WRITE:
             raise PermissionError(f"others can write {path.name}")
         return file.read()
+
+
+def _check_owner(found: os.stat_result, name: str) -> None:
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{name} belongs to user {found.st_uid}, not to you")
 
 
 def write_file(path: Path, data: bytes, *, replace: bool = True) -> None:

@@ -12,13 +12,14 @@ class Columns:
     flight will sample. computed: tokens handed to the runner. final: planned length at which a request is over;
     its last token is never run. epoch: raised when a slot changes hands, so that a late result finds nobody.
     tokens: i32[slots, L + 1]. blocks: i32[slots, W]. stops: i32[slots, S], -1 where unused.
-    registered: full blocks that the prefix cache knows.
+    registered: full blocks that the prefix cache knows. structured: bool[slots], the request has a grammar.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, max_stop_ids: int):
         integers = ("prompt_len", "known", "planned", "computed", "final", "num_blocks", "registered", "epoch")
         for name in integers:
             setattr(self, name, np.zeros(num_slots, np.int64))
+        self.structured = np.zeros(num_slots, bool)
         self.tokens = np.zeros((num_slots, max_model_len + 1), np.int32)
         self.blocks = np.zeros((num_slots, -(-max_model_len // block_size) + 1), np.int32)
         self.stops = np.full((num_slots, max_stop_ids), -1, np.int32)

@@ -9,11 +9,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from jaxrunner.compile.ladder import Ladder
-from jaxrunner.contract import ModelRunnerOutput
+from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from jaxrunner.device_memory import free_device_bytes
 from jaxrunner.engine.bad_words import bad_words_token_ids
-from jaxrunner.engine.logprobs import token_logprobs
+from jaxrunner.engine.grammar import Grammar, fill_masks
+from jaxrunner.engine.grammar_compiler import GrammarCompiler
+from jaxrunner.engine.logprobs import listed_logprobs, token_logprobs
 from jaxrunner.engine.memory import blocks_that_fit
 from jaxrunner.engine.outputs import CompletionOutput, RequestOutput
 from jaxrunner.engine.request import Request
@@ -26,8 +30,11 @@ from jaxrunner.models.loading import load
 from jaxrunner.models.stream_decoder import StreamDecoder
 from jaxrunner.runner.device_runner import DeviceRunner, default_ladder
 from jaxrunner.runner.output import AsyncOutput
+from jaxrunner.sampling.packed_bits import num_words
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.records import check_token_ids, derived_seed
+from jaxrunner.state.reports import check_reports
+from jaxrunner.state.request_arrays import check_extra_args
 from jaxrunner.state.request_lists import check_lists
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -81,6 +88,7 @@ class LLM:
         self._ids = itertools.count()
         self._in_flight: deque[tuple[Frame, ModelRunnerOutput | AsyncOutput]] = deque()
         self._watched: list[Request] = []  # requests with stop strings
+        self._grammars: GrammarCompiler | None = None
         if warm_up == "background":
             self.runner.warm_up(background=True)
         elif warm_up:
@@ -157,18 +165,45 @@ class LLM:
         plan, frame = self.scheduler.schedule()
         depth = 1 if self.runner.config.async_scheduling else 0
         says_something = plan.total_num_scheduled_tokens or plan.finished_req_ids or plan.preempted_req_ids
+        ended: list[Request] = []
         if says_something and self.runner.execute_model(plan) is None:
-            self._in_flight.append((frame, self.runner.sample_tokens()))
+            ended += self._sample(plan, frame)
         if self._in_flight and (len(self._in_flight) > depth or not plan.total_num_scheduled_tokens):
-            frame, output = self._in_flight.popleft()
-            result = output.get_output() if isinstance(output, AsyncOutput) else output
-            self._take_reports(frame, result)
-            failed = self._fail(frame, result)
-            return failed + self.scheduler.update(frame, result) + self._stop_by_text()
-        return []
+            ended += self._take_oldest()
+        return ended
+
+    def _sample(self, plan: SchedulerOutput, frame: Frame) -> list[Request]:
+        """Complete a step that was launched; returns the requests that ended meanwhile.
+
+        The masks of grammars follow all earlier tokens. These arrive while the step's forward pass runs, and masks are
+        filled in the same time: the device waits for neither.
+        """
+        if not plan.has_structured_output_requests:
+            self._in_flight.append((frame, self.runner.sample_tokens()))
+            return []
+        ended: list[Request] = []
+        try:
+            while plan.pending_structured_output_tokens and self._in_flight:
+                ended += self._take_oldest()
+        finally:  # also when the wait is interrupted: a step that was launched must be completed
+            requests = self.scheduler.structured(frame)
+            grammars = [None if request is None else request.grammar for _, request in requests]
+            masks = fill_masks(grammars, num_words(self.model.vocab_size)).view(np.int32)
+            grammar_output = GrammarOutput([req_id for req_id, _ in requests], masks)
+            self._in_flight.append((frame, self.runner.sample_tokens(grammar_output)))
+        return ended + self._follow_grammars(frame)
+
+    def _take_oldest(self) -> list[Request]:
+        """Take the tokens of the oldest step in flight; returns the requests that ended with them."""
+        frame, output = self._in_flight.popleft()
+        result = output.get_output() if isinstance(output, AsyncOutput) else output
+        self._take_reports(frame, result)
+        ended = self._fail(frame, result) + self.scheduler.update(frame, result) + self._stop_by_text()
+        return ended + self._follow_grammars(frame)
 
     def _take_reports(self, frame: Frame, output: ModelRunnerOutput) -> None:
         """Log-probabilities and sampling masks of the requests that ask for some."""
+        self._take_prompt_reports(frame, output)
         if output.logprobs is None and output.sampling_masks is None:
             return
         for row, (req_id, ids) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
@@ -176,10 +211,24 @@ class LLM:
             if not ids or request is None:
                 continue
             if request.logprobs is not None and output.logprobs is not None:
-                count = request.params.logprobs or 0
-                request.logprobs.append(token_logprobs(output.logprobs, row, count, self.tokenizer))
+                count, num_listed = request.params.logprobs or 0, len(request.params.logprob_token_ids or ())
+                request.logprobs.append(token_logprobs(output.logprobs, row, count, self.tokenizer, num_listed))
             if request.sampling_mask is not None and output.sampling_masks is not None:
                 request.sampling_mask.append(output.sampling_masks.of_request(row).tolist())
+
+    def _take_prompt_reports(self, frame: Frame, output: ModelRunnerOutput) -> None:
+        """Log-probabilities of the prompts that are complete with this step."""
+        for req_id, lists in output.prompt_logprobs_dict.items():
+            request = self.scheduler.owner(frame, req_id)
+            if request is not None and request.prompt_logprobs is not None:
+                count = request.params.prompt_logprobs or 0
+                rows = range(len(lists.sampled_token_ranks))
+                request.prompt_logprobs[1:] = [token_logprobs(lists, row, count, self.tokenizer) for row in rows]
+        for req_id, values in output.prompt_token_id_logprobs_dict.items():
+            request = self.scheduler.owner(frame, req_id)
+            if request is not None and request.prompt_token_id_logprobs is not None:
+                ids = request.params.prompt_logprob_token_ids or ()
+                request.prompt_token_id_logprobs[1:] = listed_logprobs(values, ids)
 
     def _fail(self, frame: Frame, output: ModelRunnerOutput) -> list[Request]:
         """End the requests for which nothing could be sampled; the others go on."""
@@ -191,6 +240,22 @@ class LLM:
                 request.finish_reason, request.error = "error", error
                 failed.append(request)
         return failed
+
+    def _follow_grammars(self, frame: Frame) -> list[Request]:
+        """Move the grammars of a step's requests on by the tokens that have arrived; returns those that end by it."""
+        ended = []
+        for req_id, request in self.scheduler.structured(frame):
+            if request is None or request.grammar is None:
+                continue
+            self.scheduler.sync(request)
+            request.grammar.advance(request.output_token_ids)
+            if request.grammar.error is not None or request.grammar.is_over:
+                self.scheduler.abort(req_id)
+                request.finish_reason = "stop"
+                if request.grammar.error is not None:
+                    request.finish_reason, request.error = "error", f"request {req_id!r}: {request.grammar.error}"
+                ended.append(request)
+        return ended + (self._stop_by_text() if ended else [])
 
     def _stop_by_text(self) -> list[Request]:
         """Look for stop strings in the text that has arrived; returns the requests that were running until then."""
@@ -247,11 +312,17 @@ class LLM:
         has_thinking = config.thinking is not None
         vocab_size = self.model.vocab_size
         check_lists(params, eos, vocab_size=vocab_size, sizes=config.list_sizes, has_thinking=has_thinking)
+        check_reports(params, config.reports)
+        check_extra_args(params, config.custom.declared)
         number = next(self._ids)
         seed = derived_seed(self._seed, number)
         request = Request(f"req-{number}", ids, params, eos, text, seed=seed)
-        request.logprobs = None if params.logprobs is None else []
+        asks_any = params.logprobs is not None or params.logprob_token_ids is not None
+        request.logprobs = [] if asks_any else None
+        request.prompt_logprobs = None if params.prompt_logprobs is None else [None]
+        request.prompt_token_id_logprobs = None if params.prompt_logprob_token_ids is None else [None]
         request.sampling_mask = [] if params.return_sampling_mask else None
+        request.grammar = self.grammar(params)
         if params.stop_strings:
             request.stops = self._stop_strings(params)
             self._watched.append(request)
@@ -266,6 +337,18 @@ class LLM:
         given = params.bad_words_token_ids or ()
         words = bad_words_token_ids(self.tokenizer, params.bad_words)
         return dataclasses.replace(params, bad_words_token_ids=[*given, *words])
+
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of params.structured_outputs before the first token, None if there is none. Raises AdmissionError
+        for one that cannot be followed.
+        """
+        if params.structured_outputs is None:
+            return None
+        if self.tokenizer is None:
+            raise AdmissionError("this model has no tokenizer, so structured_outputs mean nothing; use a mask by hand")
+        if self._grammars is None or self._grammars.tokenizer is not self.tokenizer:
+            self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
+        return self._grammars.start(params.structured_outputs, ignore_eos=params.ignore_eos)
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings:
         if self.tokenizer is None:
@@ -295,7 +378,12 @@ class LLM:
             completion.sampling_mask = list(request.sampling_mask)
         completion.error = request.error
         finished = request.finish_reason is not None
-        return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, [completion], finished)
+        output = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, [completion], finished)
+        if request.prompt_logprobs is not None:
+            output.prompt_logprobs = list(request.prompt_logprobs)
+        if request.prompt_token_id_logprobs is not None:
+            output.prompt_token_id_logprobs = list(request.prompt_token_id_logprobs)
+        return output
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from jaxrunner.engine.grammar import Grammar
 from jaxrunner.engine.outputs import Logprob
 from jaxrunner.engine.prefix_hash import HashChain
 from jaxrunner.engine.stop_strings import StopStrings
@@ -21,8 +22,11 @@ class Request:
     output_token_ids: what it has generated so far; for a running request the engine's columns are ahead of it until
     `Scheduler.sync`. finish_reason: None, "stop" (an end id or string; stop_reason says which of the user's, None for
     the model's own), "length", "abort" or "error" (error says what). stops: looks for its stop strings, if it has some.
-    logprobs, sampling_mask: one entry a token, None if not asked for. num_cached_tokens: prompt tokens taken from the
-    prefix cache at first admission. hash_chain: of its tokens, made by the scheduler when prefix caching needs it.
+    grammar: of its structured_outputs, in the state that its output has come to.
+    logprobs, sampling_mask: one entry a token, None if not asked for. prompt_logprobs, prompt_token_id_logprobs: one
+    entry a token of the prompt once they have arrived, before that only the first one's None. num_cached_tokens: prompt
+    tokens taken from the prefix cache at first admission. hash_chain: of its tokens, made by the scheduler when prefix
+    caching needs it.
     """
 
     request_id: str
@@ -40,8 +44,11 @@ class Request:
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     stops: StopStrings | None = None
+    grammar: Grammar | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     sampling_mask: list[list[int]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_token_id_logprobs: list[dict[int, float] | None] | None = None
     error: str | None = None
     hash_chain: HashChain | None = None
     _known: np.ndarray | None = None
@@ -71,6 +78,12 @@ class Request:
     def seeded_params(self) -> SamplingParams:
         """The parameters with a seed, the same at every (re)admission."""
         return self.params if self.params.seed is not None else dataclasses.replace(self.params, seed=self.seed)
+
+    @property
+    def runs_whole_prompt(self) -> bool:
+        """Whether cached KV of its prompt is of no use: each of its tokens still has to be scored."""
+        scores = (self.prompt_logprobs, self.prompt_token_id_logprobs)
+        return any(given is not None and len(given) < len(self.prompt_token_ids) for given in scores)
 
     @property
     def stop_ids(self) -> list[int]:

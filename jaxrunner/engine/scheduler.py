@@ -97,6 +97,8 @@ class Scheduler:
                 return None
             self._waiting = [item for item in self._waiting if item[1] is not request]
             heapq.heapify(self._waiting)
+            if request.num_preemptions:
+                self._finished.add(request_id)  # the runner keeps something of it until it hears of its end
         request.finish_reason = "abort"
         return request
 
@@ -105,6 +107,15 @@ class Scheduler:
         place = frame.req_ids.index(request_id)
         slot = int(frame.slots[place])
         return self._request_at[slot] if self.columns.epoch[slot] == frame.epochs[place] else None
+
+    def structured(self, frame: Frame) -> list[tuple[str, Request | None]]:
+        """The requests with a grammar of a step in flight: id, and the request, None if it has gone since."""
+        columns, found = self.columns, []
+        for place in np.flatnonzero(columns.structured[frame.slots]).tolist():
+            slot = int(frame.slots[place])
+            is_there = columns.epoch[slot] == frame.epochs[place]
+            found.append((frame.req_ids[place], self._request_at[slot] if is_there else None))
+        return found
 
     def sync(self, request: Request) -> None:
         """Bring `request.output_token_ids` up to what has arrived."""
@@ -136,7 +147,10 @@ class Scheduler:
             ids = ids + [r.req_id for r in new]
             slots = np.concatenate([slots, np.array(new_slots, np.int64)])
             counts = np.concatenate([counts, np.array(new_counts, np.int64)])
-        self._advance(slots, counts)
+        samples = self._advance(slots, counts)
+        structured = self.columns.structured[slots]
+        # A request that has an id in flight after this step and another one before it.
+        waits = structured & (self.columns.planned[slots] - samples > self.columns.known[slots])
         finished, self._finished = self._finished, set()
         preempted, self._preempted = self._preempted, set()
         plan = SchedulerOutput(
@@ -146,6 +160,8 @@ class Scheduler:
             total_num_scheduled_tokens=int(counts.sum()),
             finished_req_ids=finished,
             preempted_req_ids=preempted,
+            has_structured_output_requests=bool(structured.any()),
+            pending_structured_output_tokens=bool(waits.any()),
         )
         return plan, Frame(ids, slots, self.columns.epoch[slots])
 
@@ -234,13 +250,15 @@ class Scheduler:
         return new, slots, counts
 
     def _cached_prefix(self, request: Request, tokens: np.ndarray) -> list[int]:
-        """Blocks of the longest cached prefix; at least the last token is left to run, since its logits are needed."""
+        """Blocks of the longest cached prefix; at least the last token is left to run, since its logits are needed, and
+        all of a prompt whose tokens are to be scored."""
         if not self.prefix_caching:
             return []
         root = namespace(self._weights_version, request.cache_salt)
         if request.hash_chain is None or request.hash_chain.root != root:
             request.hash_chain = HashChain(root, self.config.block_size)
-        return self.pool.longest_prefix(request.hash_chain.first((len(tokens) - 1) // self.config.block_size, tokens))
+        usable = 0 if request.runs_whole_prompt else len(tokens) - 1
+        return self.pool.longest_prefix(request.hash_chain.first(usable // self.config.block_size, tokens))
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
@@ -255,6 +273,7 @@ class Scheduler:
         columns.num_blocks[slot] = 0
         columns.append_blocks(slot, blocks)
         columns.registered[slot] = computed // self.config.block_size
+        columns.structured[slot] = request.grammar is not None
         columns.stops[slot] = -1
         columns.stops[slot, : len(request.stop_ids)] = request.stop_ids
         if request.num_cached_tokens is None:
@@ -280,13 +299,14 @@ class Scheduler:
         self._ids = [r.request_id for r in ordered]
         self._order = np.fromiter((self._slot_of[i] for i in self._ids), np.int64, len(ordered))
 
-    def _advance(self, slots: np.ndarray, counts: np.ndarray) -> None:
-        """Count a planned step: computed tokens, and one more planned token where it will sample."""
+    def _advance(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Count a planned step: computed tokens, and one more planned token where it will sample. Returns where."""
         columns = self.columns
         columns.computed[slots] += counts
         samples = columns.computed[slots] == columns.planned[slots]
         columns.planned[slots] += samples
         self._register_full_blocks(slots)
+        return samples
 
     # -- results ---------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,11 +26,16 @@ class MoveKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class AddedRow:
-    """A request that has moved into `row`, over whatever was there."""
+    """A request that has moved into `row`, over whatever was there.
+
+    num_tokens: that it comes with. kept: values of arrays that it had when it was preempted, see `KeptArrays`.
+    """
 
     row: int
     req_id: str
     params: SamplingParams
+    num_tokens: int = 0
+    kept: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +63,7 @@ class BatchListener(Protocol):
     def update_state(self, update: BatchUpdate) -> None: ...
 
 
-def follow(array: np.ndarray, moved: tuple[MovedRow, ...], empty: int = 0) -> None:
+def follow(array: np.ndarray, moved: tuple[MovedRow, ...], empty: Any = 0) -> None:
     """Move the rows of `array`, in place, as the batch's were."""
     for move in moved:
         if move.kind is MoveKind.SWAP:

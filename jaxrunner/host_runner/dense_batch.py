@@ -7,6 +7,8 @@ schedules and stays there; vLLM V1 takes it out of the batch and rebuilds its ro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from jaxrunner.errors import CapacityError
@@ -27,6 +29,7 @@ class DenseBatch:
         self.max_num_reqs = max_num_reqs
         self.row_of: dict[str, int] = {}
         self._holes: set[int] = set()
+        self._numbers = list(range(max_num_reqs, 0, -1))
         self._removed: list[int] = []
         self._added: list[AddedRow] = []
         self._moved: list[MovedRow] = []
@@ -39,19 +42,23 @@ class DenseBatch:
         """The row that became a hole, or None for an unknown request. `condense` comes before the next step."""
         row = self.row_of.pop(req_id, None)
         if row is not None:
+            self._numbers.append(int(self.rows.number[row]))
             self.rows.clear(row)
             self._holes.add(row)
         return row
 
-    def add(self, req_id: str, params: SamplingParams) -> int:
-        """An empty row for a new request: the lowest hole, or the one behind the last."""
+    def add(
+        self, req_id: str, params: SamplingParams, *, num_tokens: int = 0, kept: Mapping[str, np.ndarray] | None = None
+    ) -> int:
+        """An empty row for a new request: the lowest hole, or the one behind the last. num_tokens, kept: see
+        `AddedRow`."""
         if self.num_reqs >= self.max_num_reqs:
             raise CapacityError(f"no free row for request {req_id!r}")
         row = min(self._holes, default=self.num_reqs)
         self._holes.discard(row)
         self.row_of[req_id] = row
-        self.rows.req_ids[row] = req_id
-        self._added.append(AddedRow(row, req_id, params))
+        self.rows.req_ids[row], self.rows.number[row] = req_id, self._numbers.pop()
+        self._added.append(AddedRow(row, req_id, params, num_tokens, kept or {}))
         return row
 
     def condense(self) -> None:

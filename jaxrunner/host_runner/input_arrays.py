@@ -17,18 +17,23 @@ from jaxrunner.host_runner.staging import StagingBuffer
 from jaxrunner.state.block_tables import NULL_BLOCK, PAD_SLOT_ID, KVGroup, table_width
 from jaxrunner.state.codec import Layout
 from jaxrunner.state.fields import SAMPLING_FIELDS
-from jaxrunner.state.request_lists import ListSizes
+from jaxrunner.state.reports import DEFAULT_REPORTS, Reports
+from jaxrunner.state.request_arrays import ArraySets
+from jaxrunner.state.request_lists import DEFAULT_LIST_SIZES, ListSizes
 from jaxrunner.state.sampling import ThinkingTokens
 
 
 @dataclasses.dataclass(frozen=True)
 class HostSizes:
-    """What is static in every step of a `HostRunner`: see `RunnerConfig` and `KVGroup`."""
+    """What is static in every step of a `HostRunner`: see `RunnerConfig` and `KVGroup`. custom: the arrays that the
+    user's logits processors and sampler declare."""
 
     groups: tuple[KVGroup, ...]
     max_model_len: int
-    list_sizes: ListSizes
+    list_sizes: ListSizes = DEFAULT_LIST_SIZES
     thinking: ThinkingTokens | None = None
+    reports: Reports = DEFAULT_REPORTS
+    custom: ArraySets = ()
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -45,8 +50,9 @@ class HostSizes:
 def upload_layout(bucket: Bucket, sizes: HostSizes) -> Layout:
     """Sections of a step's upload: B requests and T tokens of the bucket, G KV-cache groups, W columns of all tables.
 
-    samples: 1 where a token is sampled. newest_row: row in the step before whose sampled token is the last input id
-    of this one, NONE where the host knows the id. The others are the arrays of vLLM by their names.
+    total_len: tokens that there are, those of steps in flight included; a row that computes the last of them samples.
+    newest_row: row in the step before, if that is in flight: what it samples is the last input id of this one. number:
+    of the requests, see `ROW_FIELDS`. The others are the arrays of vLLM by their names.
     """
     b, t = bucket.num_reqs, bucket.num_tokens
     return Layout(
@@ -54,10 +60,11 @@ def upload_layout(bucket: Bucket, sizes: HostSizes) -> Layout:
             ("num_reqs", ()),
             ("query_start_loc", (b + 1,)),
             ("seq_lens", (b,)),
-            ("samples", (b,)),
+            ("total_len", (b,)),
             ("newest_row", (b,)),
             ("logits_indices", (b,)),
             ("prompt_len", (b,)),
+            ("number", (b,)),
             ("params", (b, len(SAMPLING_FIELDS))),
             ("input_ids", (t,)),
             ("positions", (t,)),
@@ -83,13 +90,13 @@ def write_inputs(
     num_tokens = int(starts[num_reqs])
     starts[num_reqs + 1 :] = num_tokens
 
-    ends = computed + counts
-    _set(part["seq_lens"], ends, 0)
-    _set(part["samples"], ends >= rows.prefill_len[:num_reqs], 0)
+    _set(part["seq_lens"], computed + counts, 0)
+    _set(part["total_len"], rows.known[:num_reqs], 0)
     _set(part["newest_row"], newest_row, NONE)
     _set(part["logits_indices"], starts[1 : num_reqs + 1] - 1, 0)
     if buffer.metadata is not metadata:  # most steps have those of the step before
         _set(part["prompt_len"], metadata.prompt_len, 0)
+        _set(part["number"], metadata.number, 0)
         _set(part["params"], metadata.params, 0)
         buffer.metadata = metadata
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxrunner.runner.logprob_columns import NO_LOGPROBS
+
 NONE = -1
-"""Stands for no row, no place and no number of log-probabilities."""
+"""Stands for no row and no place."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ class RowField:
 ROW_FIELDS: tuple[RowField, ...] = (
     RowField("req_ids", "the request", empty=None, dtype=object),
     RowField("token_ids", "prompt and outputs, as far as they have arrived", ("max_model_len",), used="known"),
+    RowField("number", "a number of its own for as long as the request is here, see `SamplingContext`; 0 means none"),
     RowField("prompt_len", "tokens the user sent"),
     RowField("prefill_len", "tokens known at (re)admission; more than prompt_len after a preemption"),
     RowField("known", "tokens there are, those included that steps in flight sample"),
@@ -44,7 +47,10 @@ ROW_FIELDS: tuple[RowField, ...] = (
     RowField("num_blocks", "kernel blocks of each KV-cache group", ("num_groups",)),
     RowField("block_table", "kernel block ids of all groups, one after the other", ("table_width",)),
     RowField("sampling", "sampling parameters, floats bit-cast, see `jaxrunner.state.fields`", ("sampling_width",)),
-    RowField("num_logprobs", "log-probabilities that are asked for", empty=NONE),
+    RowField("num_logprobs", "best ids whose log-probabilities are asked for", empty=NO_LOGPROBS),
+    RowField("num_listed", "ids listed by the request whose log-probabilities are asked for"),
+    RowField("num_prompt_scores", "tokens of the prompt that are to be scored"),
+    RowField("is_structured", "1 for a request with structured_outputs"),
     RowField("flight_row", "row in each of two steps in flight", (2,), empty=NONE),
     RowField("flight_len", "tokens that each of them runs", (2,)),
     RowField("flight_end", "index of the token that each of them samples; none in the middle of a prompt", (2,), NONE),
@@ -56,6 +62,7 @@ class RowBank:
 
     req_ids: np.ndarray
     token_ids: np.ndarray
+    number: np.ndarray
     prompt_len: np.ndarray
     prefill_len: np.ndarray
     known: np.ndarray
@@ -65,6 +72,9 @@ class RowBank:
     block_table: np.ndarray
     sampling: np.ndarray
     num_logprobs: np.ndarray
+    num_listed: np.ndarray
+    num_prompt_scores: np.ndarray
+    is_structured: np.ndarray
     flight_row: np.ndarray
     flight_len: np.ndarray
     flight_end: np.ndarray

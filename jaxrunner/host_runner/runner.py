@@ -13,43 +13,58 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrunner.compile.buckets import Tier
+from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
 from jaxrunner.compile.executable_cache import open_cache
 from jaxrunner.compile.ladder import Ladder
-from jaxrunner.compile.programs import Program
+from jaxrunner.compile.programs import COPY, Program
 from jaxrunner.compile.table import BucketTable
 from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxrunner.errors import NotBuiltError
+from jaxrunner.host_runner.array_rows import ArrayRows
 from jaxrunner.host_runner.audit import audit_rows
 from jaxrunner.host_runner.batch_updates import BatchListener
 from jaxrunner.host_runner.dense_batch import DenseBatch
-from jaxrunner.host_runner.device_part import DeviceCarry, HalfStep
+from jaxrunner.host_runner.device_carry import DeviceCarry
+from jaxrunner.host_runner.device_part import HalfStep, score_layout
 from jaxrunner.host_runner.input_arrays import HostSizes, write_inputs
-from jaxrunner.host_runner.programs import HostPrograms, has_constraints
+from jaxrunner.host_runner.list_rows import ListRows
+from jaxrunner.host_runner.programs import ARRANGE, HostPrograms
 from jaxrunner.host_runner.row_fields import NONE, RowBank
-from jaxrunner.host_runner.sampling_metadata import ConstraintRows, SamplingMetadata
+from jaxrunner.host_runner.sampling_metadata import SamplingMetadata
 from jaxrunner.host_runner.staging import StagingBuffer, StagingRing
 from jaxrunner.models.model import Model
 from jaxrunner.runner.config import RunnerConfig
 from jaxrunner.runner.device_runner import default_ladder
-from jaxrunner.runner.output import NO_LOGPROBS, AsyncOutput
+from jaxrunner.runner.grammar import GrammarMasks, check_grammar_output
+from jaxrunner.runner.kept_arrays import KeptArrays
+from jaxrunner.runner.logprob_columns import asked_counts
+from jaxrunner.runner.output import Asked, AsyncOutput
 from jaxrunner.runner.plan_checks import PlanChecks, block_moves
+from jaxrunner.runner.prompt_reports import AskedTokens, PromptReport, PromptReports, asked_tokens, num_asked
+from jaxrunner.sampling.custom import NO_CUSTOM
 from jaxrunner.sampling_params import SamplingParams
-from jaxrunner.stages.sample import StepOutput
+from jaxrunner.stages.sample import NO_TOKEN, StepOutput
 from jaxrunner.state.block_moves import MOVES_PER_CALL
 from jaxrunner.state.block_tables import expand_block_ids
 from jaxrunner.state.fields import REQUEST_FIELDS, SAMPLING_FIELDS
 from jaxrunner.state.records import derived_seed, request_record
+from jaxrunner.state.request_arrays import empty_extras
+from jaxrunner.state.row_copies import RowCopies
 from jaxrunner.state.runner_state import check_sizes, default_groups, init_kv_cache
 
 
 class PlannedStep(NamedTuple):
-    """A step between `execute_model` and `sample_tokens`. output is set when the whole step was launched."""
+    """A step between `execute_model` and `sample_tokens`. output is set when the whole step was launched.
+
+    prompt: the tokens of prompts that are to be scored. samples: bool[B], requests that get a token.
+    """
 
     req_ids: list[str]
     metadata: SamplingMetadata
     output: StepOutput | None
     half: HalfStep | None
+    prompt: AskedTokens | None
+    samples: np.ndarray
 
     @property
     def tier(self) -> Tier:
@@ -67,8 +82,8 @@ class HostRunner:
     """model, weights: from `load`. ladder: `Ladder.default` for the configuration's sizes if not given.
     seed: requests without a seed of their own get one derived from it and their order of arrival.
 
-    constraints and further `listeners` follow the rows by batch-update records. What needs request state on the device
-    (forks, saving, recording, decode loops) is refused, see `state`.
+    lists, arrays and further `listeners` follow the rows by batch-update records. What needs request state on the
+    device (forks, saving, recording, decode loops) is refused, see `state`.
     """
 
     def __init__(
@@ -82,13 +97,20 @@ class HostRunner:
         self.sizes = host_sizes(model, config)
         self.groups = self.sizes.groups
         self.carry = empty_carry(model, config, count)
-        programs = HostPrograms(model, weights, self.carry, self.ladder, implementation=config.implementation)
+        options: dict[str, Any] = {"implementation": config.implementation, "custom": config.custom}
+        programs = HostPrograms(model, weights, self.carry, self.ladder, **options)
         cache = open_cache(config.executable_cache)
         self.table: BucketTable[HostPrograms] = BucketTable(programs, policy=config.bucket_policy, cache=cache)
         self.batch = DenseBatch(row_bank(self.sizes, count), config.max_num_seqs)
-        self.constraints = ConstraintRows(count, config.list_sizes, model.eos_token_ids)
-        self.listeners: list[BatchListener] = [self.constraints]
-        self._checks = PlanChecks(model, config, self.groups, self.sizes.widths, self.ladder.max_num_tokens)
+        declared = self.sizes.custom
+        self.lists = ListRows(count, config.list_sizes, model.eos_token_ids)
+        self.arrays = ArrayRows(count, declared) if declared else None
+        self.listeners: list[BatchListener] = [self.lists, *([self.arrays] if self.arrays else [])]
+        self.masks = GrammarMasks(model.vocab_size)
+        most = self.ladder.max_num_tokens
+        self._checks = PlanChecks(model, config, self.groups, self.sizes.widths, most, declared)
+        self._prompts = PromptReports()
+        self._kept = KeptArrays(declared)
         self._staging = StagingRing()
         self._metadata: SamplingMetadata | None = None
         self._flights: deque[Flight] = deque()
@@ -101,7 +123,8 @@ class HostRunner:
     def programs_of(model: Model, weights: Any, config: RunnerConfig, ladder: Ladder) -> HostPrograms:
         """The programs of a runner of these sizes, from shapes alone. weights: arrays or shapes."""
         carry = jax.eval_shape(lambda: empty_carry(model, config, num_rows(config, ladder)))
-        return HostPrograms(model, weights, carry, ladder, implementation=config.implementation)
+        options: dict[str, Any] = {"implementation": config.implementation, "custom": config.custom}
+        return HostPrograms(model, weights, carry, ladder, **options)
 
     @property
     def state(self) -> NoReturn:
@@ -126,7 +149,7 @@ class HostRunner:
         self.table.check()
         if self._planned is not None:
             raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
-        self._checks.check(scheduler_output, self.batch.row_of, self.batch.rows)
+        self._check(scheduler_output)
         self.update_states(scheduler_output)
         self._move_blocks(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
@@ -134,35 +157,33 @@ class HostRunner:
         # The step before may still run, the one before that may not: there are two columns for steps in flight.
         self._land(most_left=1)
         num_reqs = self._order(scheduler_output)
-        metadata = self._refresh(num_reqs)
-        buffer, program = self.prepare_inputs(metadata)
-        entry = self.table.get(program, real_tokens=int(buffer.parts["query_start_loc"][num_reqs]))
-        if entry.program != program:  # a larger one stands in for it
-            buffer = self._staged(entry.program, metadata)
-        self.carry, result = self.table.call(entry, self.weights, self.carry, buffer.vector)
-        buffer.reader = result
-        self._take_off(num_reqs)
-        whole = entry.program.kind == "step"
-        req_ids = self.batch.rows.req_ids[:num_reqs].tolist()
-        self._planned = PlannedStep(req_ids, metadata, result if whole else None, None if whole else result)
+        self._arrange()
+        self._planned = self._launch(num_reqs)
         if self.config.check_invariants:
             self.audit()
         return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput:
-        """Complete the step that `execute_model` launched. With async_scheduling the result is still on its way."""
+        """Complete the step that `execute_model` launched. With async_scheduling the result is still on its way.
+
+        grammar_output: the masks of all requests with structured_outputs that get a token in this step, in any order.
+        They are needed only now, so fill them while the forward pass runs. Raises AdmissionError where one is missing
+        or has no such request; the step then still waits, for masks that fit.
+        """
         if self._planned is None:
             raise RuntimeError("sample_tokens without a step; call execute_model first")
-        if grammar_output is not None:
-            raise NotBuiltError("structured output is not built: no request of this step can need a grammar mask")
-        planned, self._planned = self._planned, None
+        planned, is_structured = self._planned, self._planned.metadata.is_structured
+        has_grammar = bool(is_structured.any())
+        if has_grammar or grammar_output is not None:
+            check_grammar_output(grammar_output, planned.req_ids, is_structured, planned.samples)
+        self._planned = None
         output = planned.output
         if output is None:
-            entry = self.table.get(self.table.programs.finish(len(planned.req_ids), planned.tier))
-            constraints = self._constraints(entry.program)
-            self.carry, output = self.table.call(entry, self.weights, self.carry, planned.half, *constraints)
-        metadata = planned.metadata
-        result = AsyncOutput(planned.req_ids, output, metadata.num_logprobs, metadata.wants_mask)
+            output = self._sample(planned, grammar_output if has_grammar else None)
+        asked = planned.metadata.asked
+        if planned.prompt is not None:
+            asked = self._score_prompts(planned, planned.prompt)
+        result = AsyncOutput(planned.req_ids, output, asked)
         self._flights.append(Flight(self._column, output))
         if self.config.async_scheduling:
             return result
@@ -180,51 +201,142 @@ class HostRunner:
     def update_states(self, so: SchedulerOutput) -> None:
         """Rows of finished and preempted requests go, new ones come, holes are filled, block tables grow."""
         for req_id in sorted(so.finished_req_ids | (so.preempted_req_ids or set())):
+            self._prompts.drop(req_id)
             self.batch.remove(req_id)
         for request in so.scheduled_new_reqs:
             self.batch.remove(request.req_id)
             self._admit(request)
+        self._kept.forget(so.finished_req_ids | {r.req_id for r in so.scheduled_new_reqs})
         self.batch.condense()
         for req_id, blocks in so.scheduled_cached_reqs.with_new_blocks():
             self._append_blocks(self.batch.row_of[req_id], blocks)
         self._tell()
 
-    def prepare_inputs(self, metadata: SamplingMetadata) -> tuple[StagingBuffer, Program]:
-        """The upload of the step that the rows' `scheduled` describes, and the program that takes it."""
+    def prepare_inputs(
+        self, metadata: SamplingMetadata, *, keeps_tokens: bool = False
+    ) -> tuple[StagingBuffer, Program]:
+        """The upload of the step that the rows' `scheduled` describes, and the program that takes it.
+
+        keeps_tokens: the hidden states of all tokens are needed, which a decode does not keep.
+        """
         counts = self.batch.rows.scheduled[: metadata.num_reqs]
         num_tokens, longest = int(counts.sum()), int(counts.max())
-        uniform = longest if longest * len(counts) == num_tokens else None
-        program = self.table.programs.first(self.ladder.pick_sizes(len(counts), num_tokens, uniform, metadata.tier))
+        uniform = longest if longest * len(counts) == num_tokens and not keeps_tokens else None
+        bucket = self.ladder.pick_sizes(len(counts), num_tokens, uniform, metadata.tier)
+        program = self.table.programs.first(bucket, has_grammar=bool(metadata.is_structured.any()))
         return self._staged(program, metadata), program
 
     def _staged(self, program: Program, metadata: SamplingMetadata) -> StagingBuffer:
         assert program.bucket is not None
         buffer = self._staging.acquire(self.table.programs.layout(program.bucket))
-        rows, num_reqs = self.batch.rows, metadata.num_reqs
-        is_awaited = rows.flight_end[:num_reqs, self._column] != NONE
-        newest_row = np.where(is_awaited, rows.flight_row[:num_reqs, self._column], NONE)
-        write_inputs(buffer, rows, metadata, newest_row, self.sizes)
+        rows = self.batch.rows
+        write_inputs(buffer, rows, metadata, rows.flight_row[: metadata.num_reqs, self._column], self.sizes)
         return buffer
+
+    def _launch(self, num_reqs: int) -> PlannedStep:
+        metadata, prompt = self._refresh(num_reqs), self._prompt_tokens(num_reqs)
+        keeps_tokens = prompt is not None and len(prompt.tokens) > 0
+        buffer, program = self.prepare_inputs(metadata, keeps_tokens=keeps_tokens)
+        entry = self.table.get(program, real_tokens=int(buffer.parts["query_start_loc"][num_reqs]))
+        if entry.program != program:  # a larger one stands in for it
+            buffer = self._staged(entry.program, metadata)
+        self.carry, result = self.table.call(entry, self.weights, self.carry, buffer.vector)
+        buffer.reader = result
+        samples = self._take_off(num_reqs)
+        req_ids = self.batch.rows.req_ids[:num_reqs].tolist()
+        half, output = (None, result) if entry.program.kind == "step" else (result, None)
+        return PlannedStep(req_ids, metadata, output, half, prompt, samples)
+
+    def _sample(self, planned: PlannedStep, grammar_output: GrammarOutput | None) -> StepOutput:
+        programs = self.table.programs
+        entry = self.table.get(programs.finish(len(planned.req_ids), planned.tier))
+        size, tier = entry.program.size, entry.program.tier
+        assert planned.half is not None
+        bitmask = self.masks.of(grammar_output, planned.req_ids, size)
+        lists = self.lists.on_device() if programs.reads_lists(tier) else None
+        # A copy: JAX may read the memory it is given until the step is over, and rows are written before that.
+        tokens = self.batch.rows.token_ids[:size].copy() if programs.reads_tokens(tier) else None
+        arguments = (planned.half.last_tokens, bitmask, lists, tokens)
+        self.carry, output = self.table.call(entry, self.weights, self.carry, *arguments)
+        has_custom = programs.custom != NO_CUSTOM
+        if not (grammar_output is not None or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[planned.tier]):
+            output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
+        return output
+
+    def _prompt_tokens(self, num_reqs: int) -> AskedTokens | None:
+        if not len(self._prompts):
+            return None
+        rows, which = self.batch.rows, slice(0, num_reqs)
+        places = np.arange(num_reqs, dtype=np.int32)
+        return asked_tokens(places, rows.scheduled[which], rows.computed[which], rows.num_prompt_scores[which])
+
+    def _score_prompts(self, planned: PlannedStep, tokens: AskedTokens) -> Asked:
+        """Launch the scoring of a step's prompt tokens, as many calls as they need."""
+        program, found = self.table.programs.prompt_logprobs, []
+        layout, scored = score_layout(program.size), self.batch.rows.token_ids[tokens.rows, tokens.positions]
+        for start in range(0, len(scored), program.size):
+            part = slice(start, start + program.size)
+            upload = layout.pack({"place": tokens.tokens[part], "scored": scored[part], "row": tokens.rows[part]})
+            arguments = (planned.half, self.lists.on_device(), upload)
+            self.carry, scores = self.table.call(self.table.get(program), self.weights, self.carry, *arguments)
+            found.append(scores)
+        piece, prompts = self._prompts.enter(planned.req_ids, tokens, found)
+        return planned.metadata.asked._replace(piece=piece, prompts=prompts)
+
+    def _check(self, so: SchedulerOutput) -> None:
+        self._checks.check(so, self.batch.row_of, self.batch.rows)
+        self._keep_arrays(so)
+        for request in so.scheduled_new_reqs:
+            self._kept.values(request)
+
+    def _keep_arrays(self, so: SchedulerOutput) -> None:
+        """Copy out of their rows what preempted requests cannot have again."""
+        if not self._kept.is_needed:
+            return
+        leaving = (so.preempted_req_ids or set()) | {r.req_id for r in so.scheduled_new_reqs}
+        held = sorted(req_id for req_id in leaving - so.finished_req_ids if req_id in self.batch.row_of)
+        if not held:
+            return
+        self._land(most_left=0)  # how many tokens they have is known for sure only then
+        self._arrange()
+        for start in range(0, len(held), COPY.size):
+            part = held[start : start + COPY.size]
+            rows = np.zeros(COPY.size, np.int32)
+            rows[: len(part)] = [self.batch.row_of[req_id] for req_id in part]
+            self.carry, values = self.table.call(self.table.get(COPY), self.carry, rows)
+            counts = self.batch.rows.known[rows], self.batch.rows.prefill_len[rows]
+            self._kept.keep(part, RowCopies(values, *counts))
+
+    def _arrange(self) -> None:
+        """Bring the arrays on the device to where the batch's rows are."""
+        for upload in self.arrays.take_uploads() if self.arrays else ():
+            self.carry = self.table.call(self.table.get(ARRANGE), self.carry, upload)
 
     def _admit(self, request: NewRequestData) -> None:
         params = request.sampling_params or SamplingParams()
         assert request.prompt_token_ids is not None
         tokens = request.prefill_token_ids or request.prompt_token_ids
+        prompt_len, vocab_size = len(request.prompt_token_ids), self.model.vocab_size
         self._num_admitted += 1
-        row, rows = self.batch.add(request.req_id, params), self.batch.rows
+        kept = self._kept.values(request)
+        row, rows = self.batch.add(request.req_id, params, num_tokens=len(tokens), kept=kept), self.batch.rows
         record = request_record(
-            prompt_len=len(request.prompt_token_ids),
+            prompt_len=prompt_len,
             prefill_len=len(tokens),
             num_computed_tokens=request.num_computed_tokens,
             params=params,
             seed=derived_seed(self._seed, self._num_admitted),
         )
         rows.token_ids[row, : len(tokens)] = tokens
-        rows.prompt_len[row] = len(request.prompt_token_ids)
+        rows.prompt_len[row] = prompt_len
         rows.prefill_len[row] = rows.known[row] = len(tokens)
         rows.computed[row] = request.num_computed_tokens
         rows.sampling[row] = record[len(REQUEST_FIELDS) :]
-        rows.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        rows.num_logprobs[row], rows.num_listed[row] = asked_counts(params, vocab_size)
+        rows.is_structured[row] = params.structured_outputs is not None
+        if scores := num_asked(params, prompt_len, len(tokens)):
+            rows.num_prompt_scores[row] = scores
+            self._prompts.add(request.req_id, PromptReport.asked_by(params, vocab_size))
         self._append_blocks(row, request.block_ids)
 
     def _append_blocks(self, row: int, block_ids: tuple[list[int], ...]) -> None:
@@ -257,12 +369,6 @@ class HostRunner:
             self._metadata = SamplingMetadata.of(self.batch.rows, num_reqs)
         return self._metadata
 
-    def _constraints(self, program: Program) -> tuple[Any, ...]:
-        if not has_constraints(program.tier):
-            return ()
-        # A copy: JAX may read the memory it is given until the step is over, and rows are written before that.
-        return self.constraints.on_device(), self.batch.rows.token_ids[: program.size].copy()
-
     def _move_blocks(self, so: SchedulerOutput) -> None:
         """Zero and copy whole blocks, before the forward pass."""
         if not (so.new_block_ids_to_zero or so.kv_cache_block_copies):
@@ -271,8 +377,9 @@ class HostRunner:
         for upload in block_moves(so, self.config):
             self.carry = self.table.call(entry, self.carry, upload)
 
-    def _take_off(self, num_reqs: int) -> None:
-        """Count a step that was launched: its tokens, and one more known token for each row that samples."""
+    def _take_off(self, num_reqs: int) -> np.ndarray:
+        """Count a step that was launched: its tokens, and one more known token for each row that samples. Returns which
+        do, bool[num_reqs]."""
         rows, column = self.batch.rows, 1 - self._column
         self._column = column
         counts = rows.scheduled[:num_reqs]
@@ -283,22 +390,23 @@ class HostRunner:
         rows.flight_row[:num_reqs, column] = np.arange(num_reqs)
         rows.flight_len[:num_reqs, column] = counts
         rows.flight_end[:num_reqs, column] = np.where(samples, ends, NONE)
+        return samples
 
     def _land(self, most_left: int) -> None:
         """Enter the tokens of the oldest steps into the rows of their requests, wherever those are by now.
 
-        A row for which nothing could be sampled is as it was before the step: its tokens do not count as computed.
+        A row that failed is as it was before the step: its tokens do not count as computed.
         """
         rows = self.batch.rows
         while len(self._flights) > most_left:
             column, output = self._flights.popleft()
             flown = np.flatnonzero(rows.flight_row[: self.batch.num_reqs, column] != NONE)
-            tokens = np.asarray(output.sampled_token_ids)[rows.flight_row[flown, column], 0]
-            ends = rows.flight_end[flown, column]
-            got = (ends != NONE) & (tokens >= 0)
-            stored = got & (ends < rows.token_ids.shape[1])
+            places, ends = rows.flight_row[flown, column], rows.flight_end[flown, column]
+            tokens = np.asarray(output.sampled_token_ids)[places, 0]
+            stored = (tokens != NO_TOKEN) & (ends != NONE) & (ends < rows.token_ids.shape[1])
             rows.token_ids[flown[stored], ends[stored]] = tokens[stored]
-            self._undo(flown[(ends != NONE) & ~got])
+            if output.failed is not None:
+                self._undo(flown[np.asarray(output.failed)[places]])
             rows.flight_row[flown, column] = rows.flight_end[flown, column] = NONE
 
     def _undo(self, failed: np.ndarray) -> None:
@@ -320,7 +428,8 @@ def host_sizes(model: Model, config: RunnerConfig) -> HostSizes:
     per_kv_block = config.blocks_per_kv_block
     check_sizes(model, config.max_num_seqs, config.max_model_len, config.kernel_block, per_kv_block)
     groups = default_groups(model, block_size=config.kernel_block, blocks_per_kv_block=per_kv_block)
-    return HostSizes(groups, config.max_model_len, config.list_sizes, config.thinking)
+    declared = config.custom.declared
+    return HostSizes(groups, config.max_model_len, config.list_sizes, config.thinking, config.reports, declared)
 
 
 def empty_carry(model: Model, config: RunnerConfig, count: int) -> DeviceCarry:
@@ -329,7 +438,8 @@ def empty_carry(model: Model, config: RunnerConfig, count: int) -> DeviceCarry:
     num_blocks = config.num_blocks * config.blocks_per_kv_block
     options: dict[str, Any] = dict(kv_cache_dtype=config.kv_cache_dtype, kv_scales=config.kv_scales)
     kv = init_kv_cache(model, sizes.groups, num_blocks, **options)
-    return DeviceCarry(kv=kv, newest=jnp.full(count, NONE, jnp.int32), sizes=sizes)
+    outcome = jnp.zeros((count, 3), jnp.int32)
+    return DeviceCarry(kv=kv, outcome=outcome, extras=empty_extras(sizes.custom, count), sizes=sizes)
 
 
 def row_bank(sizes: HostSizes, count: int) -> RowBank:

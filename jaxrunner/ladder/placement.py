@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxrunner.compile.ladder import ADMITS_AND_MOVES, FUSED_REQS, Ladder
+from jaxrunner.compile.ladder import FUSED_REQS, OTHER_PROGRAMS, Ladder
 from jaxrunner.errors import CapacityError
 from jaxrunner.ladder.steps import Steps
 
@@ -83,7 +83,7 @@ class Buckets:
         fused = [n for n, reqs in zip(sizes["decode"], ladder.decode, strict=True) if reqs <= FUSED_REQS]
         halves = sizes["decode"] if ladder.tiers != ("greedy",) else sizes["decode"][len(fused) :]
         models = (*fused, *halves, *sizes["mixed"])
-        others = sum(len(ladder.finish_rungs(tier)) for tier in ladder.tiers) + ADMITS_AND_MOVES
+        others = sum(len(ladder.finish_rungs(tier)) for tier in ladder.tiers) + OTHER_PROGRAMS
         return StartUp(len(ladder.decode) + len(ladder.mixed), len(models) + others, models)
 
     def sizes(self) -> dict[str, tuple[int, ...]]:

@@ -30,6 +30,7 @@ from jaxrunner.pallas.attention_mosaic import (
     load_rows,
     page_index,
     refuse,
+    shape_of,
     sink_rows,
     spread,
     store_rows,
@@ -37,6 +38,7 @@ from jaxrunner.pallas.attention_mosaic import (
     visible,
     widen,
 )
+from jaxrunner.pallas.tuned_sizes import sizes_for
 from jaxrunner.state.kv_cache import KEY, VALUE
 
 STAGES = 2
@@ -96,27 +98,30 @@ def decode_attention(
     kv_scales: jax.Array | None = None,
     num_splits: int | None = None,
     tile_kv: int | None = None,
-    stages: int = STAGES,
+    stages: int | None = None,
     min_tiles: int = MIN_TILES_OF_SPLIT,
 ) -> jax.Array:
     """See `attention` for the arguments and the result; metadata.query_len must be set.
 
     num_splits: most shares of a request's keys. tile_kv: keys of a tile, a multiple of 64. stages: tiles in flight.
-    min_tiles: fewest tiles of a share. All by default chosen from the shapes.
+    min_tiles: fewest tiles of a share. All by default as they were measured, or chosen from the shapes.
     Raises ImplementationError where the kernels cannot run or take this case.
     """
     refuse(q, blocks, scale, soft_cap)
     options = Options(scale, window, soft_cap)
     num_heads, head_dim = q.shape[1:]
     num_blocks, block_size, num_kv_heads = blocks.shape[2:5]
-    tile_kv = tile_kv or default_tile_kv(head_dim, prefill=False)
+    shape = shape_of(q, blocks, metadata.query_len)
+    tuned = sizes_for("attention_decode", batch=metadata.block_table.shape[0], **shape)
+    tile_kv = tile_kv or tuned.get("tile_kv") or default_tile_kv(head_dim, prefill=False)
+    stages = stages or tuned.get("stages", STAGES)
     geometry = Geometry(num_heads, num_kv_heads, head_dim, block_size, num_blocks, tile_kv, blocks.dtype, q.dtype)
     batch, query_len = metadata.block_table.shape[0], metadata.query_len
     assert query_len is not None, "a ragged batch is for ragged_attention"
     tokens = min(query_len, geometry.tokens)
     token_tiles = -(-query_len // tokens)
     head_tiles = num_kv_heads * geometry.head_tiles
-    splits = num_splits or default_splits(batch, head_tiles * token_tiles)
+    splits = num_splits or tuned.get("num_splits") or default_splits(batch, head_tiles * token_tiles)
 
     partial_shape = (batch, token_tiles, head_tiles, splits, tokens * geometry.heads, head_dim)
     out_type = [jax.ShapeDtypeStruct((batch * query_len, head_tiles, geometry.heads, head_dim), q.dtype)]

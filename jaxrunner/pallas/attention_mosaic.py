@@ -120,6 +120,18 @@ class Geometry:
         return blocks.reshape(-1, self.page, self.num_kv_heads, self.head_dim)
 
 
+def shape_of(q: Any, blocks: Any, query_len: int | None = None) -> dict[str, Any]:
+    """What decides the best sizes of a kernel beside how much there is to do, see `tuned_sizes`."""
+    shape = {
+        "num_heads": q.shape[1],
+        "num_kv_heads": blocks.shape[4],
+        "head_dim": q.shape[2],
+        "block_size": blocks.shape[3],
+        "dtype": "float8_e4m3fn" if is_float8(blocks) else jnp.dtype(blocks.dtype).name,
+    }
+    return shape if query_len is None else shape | {"query_len": query_len}
+
+
 def reason_against(q: Any, blocks: Any, scale: float, soft_cap: float | None) -> str | None:
     """Why the kernels cannot take this call on any machine, or None."""
     head_dim, block_size = blocks.shape[5], blocks.shape[3]

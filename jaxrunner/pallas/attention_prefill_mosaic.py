@@ -28,6 +28,7 @@ from jaxrunner.pallas.attention_mosaic import (
     load_rows,
     page_index,
     refuse,
+    shape_of,
     sink_rows,
     spread,
     store_rows,
@@ -35,6 +36,7 @@ from jaxrunner.pallas.attention_mosaic import (
     visible,
     widen,
 )
+from jaxrunner.pallas.tuned_sizes import sizes_for
 from jaxrunner.state.kv_cache import KEY, VALUE
 
 STAGES = 2
@@ -75,21 +77,23 @@ def ragged_attention(
     kv_scales: jax.Array | None = None,
     tile_kv: int | None = None,
     stages: int | None = None,
-    ping_pong: bool = True,
+    ping_pong: bool | None = None,
 ) -> jax.Array:
     """See `attention` for the arguments and the result.
 
-    tile_kv: keys of a tile, a multiple of 64. stages: tiles in flight. Both are by default chosen from the shapes.
-    ping_pong: the computing warpgroups take turns.
+    tile_kv: keys of a tile, a multiple of 64. stages: tiles in flight. ping_pong: the computing warpgroups take turns.
+    All by default as they were measured, or chosen from the shapes.
     Raises ImplementationError where the kernel cannot run or take this case.
     """
     refuse(q, blocks, scale, soft_cap)
     options = Options(scale, window, soft_cap)
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, block_size, num_kv_heads = blocks.shape[2:5]
-    tile_kv = tile_kv or default_tile_kv(head_dim, prefill=True)
+    tuned = sizes_for("attention_prefill", tokens=num_tokens, **shape_of(q, blocks))
+    tile_kv = tile_kv or tuned.get("tile_kv") or default_tile_kv(head_dim, prefill=True)
+    ping_pong = tuned.get("ping_pong", True) if ping_pong is None else ping_pong
     geometry = Geometry(num_heads, num_kv_heads, head_dim, block_size, num_blocks, tile_kv, blocks.dtype, q.dtype)
-    stages = stages or default_stages(geometry)
+    stages = stages or tuned.get("stages") or default_stages(geometry)
     batch = metadata.block_table.shape[0]
     tokens, head_tiles = geometry.tokens, num_kv_heads * geometry.head_tiles
     tile_request, tile_offset = work_list(metadata.query_start_loc, num_tokens, COMPUTE * tokens)

@@ -12,11 +12,12 @@ import jax
 
 class Target(NamedTuple):
     """platform: "gpu" or "cpu". compute_capability: e.g. "9.0", empty where it is not NVIDIA's. num_cores: its
-    multiprocessors, None where they are not known."""
+    multiprocessors, None where they are not known. kind: its name, e.g. "NVIDIA H200"."""
 
     platform: str
     compute_capability: str
     num_cores: int | None
+    kind: str = ""
 
 
 _described: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
@@ -28,7 +29,8 @@ def target() -> Target:
         return described
     device = jax.devices()[0]
     capability = str(getattr(device, "compute_capability", None) or "")
-    return Target(jax.default_backend(), capability, getattr(device, "core_count", None))
+    cores, kind = getattr(device, "core_count", None), getattr(device, "device_kind", "")
+    return Target(jax.default_backend(), capability, cores, kind)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,6 @@ NOT_BUILT_STEP_FIELDS = {
     "scheduled_spec_decode_tokens": "speculative decoding",
     "scheduled_encoder_inputs": "multimodal inputs",
     "free_encoder_mm_hashes": "multimodal inputs",
-    "has_structured_output_requests": "structured output",
-    "pending_structured_output_tokens": "structured output",
     "num_invalid_spec_tokens": "speculative decoding",
     "num_spec_tokens_to_schedule": "speculative decoding",
     "kv_connector_metadata": "KV connectors",
@@ -110,6 +108,12 @@ def check_new_request(
         raise AdmissionError(
             f"{where}: num_computed_tokens is {request.num_computed_tokens} of {len(tokens)}; the last token is "
             "always run, since its logits are needed"
+        )
+    params = request.sampling_params
+    if params is not None and params.scores_prompt and request.num_computed_tokens and len(tokens) == prompt_len:
+        raise AdmissionError(
+            f"{where}: prompt_logprobs need every token of the prompt to be run, and {request.num_computed_tokens} are "
+            "computed already; schedule it without the prefix cache"
         )
     check_block_lists(request.req_id, request.block_ids, num_groups)
     end = request.num_computed_tokens + num_scheduled_tokens

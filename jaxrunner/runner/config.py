@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jaxrunner.compile.table import POLICIES, Policy
 from jaxrunner.errors import AdmissionError
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation
+from jaxrunner.sampling.custom import CustomSampling
 from jaxrunner.state.kv_dtype import kv_dtype
+from jaxrunner.state.reports import DEFAULT_MAX_LOGPROBS, LogprobsMode, NanCheck, Reports
 from jaxrunner.state.request_lists import DEFAULT_LIST_SIZES, ListSizes
 from jaxrunner.state.runner_state import RunnerState, init_state
 from jaxrunner.state.sampling import ThinkingTokens
@@ -22,7 +25,8 @@ class RunnerConfig:
     same by default). kv_cache_dtype, kv_scales: see `init_state`.
     async_scheduling: `sample_tokens` returns an output that is still on its way.
     list_sizes: how many stop ids, biases, allowed ids, ... a request may bring. thinking: the ids around the model's
-    thinking, for requests with a thinking budget.
+    thinking, for requests with a thinking budget. logprobs_mode, max_logprobs, nan_check: see `Reports`.
+    logits_processors, sampler: functions of your own, see `jaxrunner.sampling.custom`.
     bucket_policy: see `BucketTable`. executable_cache: a directory of this user's own in which executables are kept for
     the next start, "off" for none; by default see `open_cache`. implementation: see `jaxrunner.pallas.implementation`.
     check_invariants: audit the plan of every step (slow; for tests).
@@ -39,6 +43,11 @@ class RunnerConfig:
     async_scheduling: bool = False
     list_sizes: ListSizes = DEFAULT_LIST_SIZES
     thinking: ThinkingTokens | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    nan_check: NanCheck = "off"
+    logits_processors: Any = ()
+    sampler: Any = None
     bucket_policy: Policy = "compile"
     executable_cache: str | None = None
     implementation: Implementation = None
@@ -56,8 +65,19 @@ class RunnerConfig:
                 "a step could not decode every request; raise the first or lower the second"
             )
         kv_dtype(self.kv_cache_dtype, "float32")
+        _ = self.reports  # which raises for a mode or a number that does not exist
+        object.__setattr__(self, "logits_processors", self.custom.logits_processors)
+        object.__setattr__(self, "sampler", self.custom.sampler)
         if self.bucket_policy not in POLICIES:
             raise AdmissionError(f"unknown bucket_policy {self.bucket_policy!r}; use one of {POLICIES}")
+
+    @property
+    def reports(self) -> Reports:
+        return Reports(self.logprobs_mode, self.max_logprobs, self.nan_check)
+
+    @property
+    def custom(self) -> CustomSampling:
+        return CustomSampling.of(self.logits_processors, self.sampler)
 
     @property
     def kernel_block(self) -> int:
@@ -81,4 +101,7 @@ def empty_state(model: Model, config: RunnerConfig) -> RunnerState:
         kv_scales=config.kv_scales,
         list_sizes=config.list_sizes,
         thinking=config.thinking,
+        reports=config.reports,
+        logits_processors=config.logits_processors,
+        sampler=config.sampler,
     )

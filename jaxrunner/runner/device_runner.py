@@ -13,22 +13,27 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrunner.compile.buckets import Tier
+from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
 from jaxrunner.compile.executable_cache import open_cache
 from jaxrunner.compile.ladder import Ladder
-from jaxrunner.compile.programs import Program, ProgramSet
+from jaxrunner.compile.programs import COPY, Program, ProgramSet
 from jaxrunner.compile.table import BucketTable
 from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from jaxrunner.errors import CapacityError, NotBuiltError
+from jaxrunner.errors import CapacityError
 from jaxrunner.models.model import Model
 from jaxrunner.runner.batch_order import sort_requests
 from jaxrunner.runner.config import RunnerConfig, empty_state
+from jaxrunner.runner.grammar import GrammarMasks, check_grammar_output
 from jaxrunner.runner.host_rows import HostRows
-from jaxrunner.runner.output import AsyncOutput
+from jaxrunner.runner.kept_arrays import KeptArrays
+from jaxrunner.runner.output import Asked, AsyncOutput
 from jaxrunner.runner.plan_checks import PlanChecks, block_moves
+from jaxrunner.runner.prompt_reports import AskedTokens, PromptReport, PromptReports, asked_tokens, num_asked
 from jaxrunner.runner.rows import RowMap
+from jaxrunner.sampling.custom import NO_CUSTOM
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.stages.inputs import StepInput, block_write_capacity
+from jaxrunner.stages.prompt_logprobs import prompt_layout
 from jaxrunner.stages.sample import StepOutput
 from jaxrunner.stages.step import Pending
 from jaxrunner.state.admission import ENTRIES_PER_CALL, AdmitEntry, pack_admit, release_entry
@@ -36,19 +41,26 @@ from jaxrunner.state.audit import audit
 from jaxrunner.state.block_moves import MOVES_PER_CALL
 from jaxrunner.state.block_writes import no_block_writes
 from jaxrunner.state.records import derived_seed, request_record
+from jaxrunner.state.request_arrays import request_rows
 from jaxrunner.state.request_lists import list_writes
 from jaxrunner.state.runner_state import RunnerState
 
 
 class Parked(NamedTuple):
-    """A step between `execute_model` and `sample_tokens`. output is set when the whole step was launched."""
+    """A step between `execute_model` and `sample_tokens`. output is set when the whole step was launched.
+
+    prompt: the tokens of prompts that are to be scored. is_structured, samples: bool[B], requests with
+    structured_outputs, and those that get a token.
+    """
 
     req_ids: list[str]
     tier: Tier
     output: StepOutput | None
     pending: Pending | None
-    num_logprobs: np.ndarray
-    wants_mask: np.ndarray
+    asked: Asked
+    prompt: AskedTokens | None
+    is_structured: np.ndarray
+    samples: np.ndarray
 
 
 class DeviceRunner:
@@ -65,22 +77,28 @@ class DeviceRunner:
         self.ladder = ladder or default_ladder(model, config)
         self.state: RunnerState = empty_state(model, config)
         self.groups = self.state.tables.groups
-        programs = ProgramSet(model, weights, self.state, self.ladder, implementation=config.implementation)
+        options: dict[str, Any] = {"implementation": config.implementation, "custom": config.custom}
+        programs = ProgramSet(model, weights, self.state, self.ladder, **options)
         cache = open_cache(config.executable_cache)
         self.table: BucketTable[ProgramSet] = BucketTable(programs, policy=config.bucket_policy, cache=cache)
         self.rows = RowMap(config.max_num_seqs)
         widths = [table.shape[1] for table in self.state.tables.block_table]
+        self._prompts = PromptReports()
         self._host = HostRows(config.max_num_seqs + 1, self.groups)
-        self._checks = PlanChecks(model, config, self.groups, widths, self.ladder.max_num_tokens)
+        declared = self.state.sampling.custom
+        self._checks = PlanChecks(model, config, self.groups, widths, self.ladder.max_num_tokens, declared)
         self._seed = seed
         self._num_admitted = 0
         self._parked: Parked | None = None
+        self._kept = KeptArrays(self.state.sampling.custom)
+        self.masks = GrammarMasks(model.vocab_size)
 
     @staticmethod
     def programs_of(model: Model, weights: Any, config: RunnerConfig, ladder: Ladder) -> ProgramSet:
         """The programs of a runner of these sizes, from shapes alone. weights: arrays or shapes."""
         state = jax.eval_shape(lambda: empty_state(model, config))
-        return ProgramSet(model, weights, state, ladder, implementation=config.implementation)
+        options: dict[str, Any] = {"implementation": config.implementation, "custom": config.custom}
+        return ProgramSet(model, weights, state, ladder, **options)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Apply the plan and launch its forward pass. Returns None, and `sample_tokens` completes the step; or, for
@@ -93,7 +111,7 @@ class DeviceRunner:
         self.table.check()
         if self._parked is not None:
             raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
-        self._checks.check(scheduler_output, self.rows.row_of, self._host)
+        self._check(scheduler_output)
         writes = self.update_states(scheduler_output)
         self._move_blocks(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
@@ -106,17 +124,30 @@ class DeviceRunner:
         return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput:
-        """Complete the step that `execute_model` launched. With async_scheduling the result is still on its way."""
+        """Complete the step that `execute_model` launched. With async_scheduling the result is still on its way.
+
+        grammar_output: the masks of all requests with structured_outputs that get a token in this step, in any order.
+        They are needed only now, so fill them while the forward pass runs. Raises AdmissionError where one is missing
+        or has no such request; the step then still waits, for masks that fit.
+        """
         if self._parked is None:
             raise RuntimeError("sample_tokens without a step; call execute_model first")
-        if grammar_output is not None:
-            raise NotBuiltError("structured output is not built: no request of this step can need a grammar mask")
-        parked, self._parked = self._parked, None
+        parked, has_grammar = self._parked, bool(self._parked.is_structured.any())
+        if has_grammar or grammar_output is not None:
+            check_grammar_output(grammar_output, parked.req_ids, parked.is_structured, parked.samples)
+        self._parked = None
         output = parked.output
         if output is None:
             entry = self.table.get(self.table.programs.finish(len(parked.req_ids), parked.tier))
-            self.state, output = self.table.call(entry, self.weights, self.state, parked.pending)
-        result = AsyncOutput(parked.req_ids, output, parked.num_logprobs, parked.wants_mask)
+            assert parked.pending is not None
+            masks = grammar_output if has_grammar else None
+            bitmask = self.masks.of(masks, parked.req_ids, entry.program.size)
+            self.state, output = self.table.call(entry, self.weights, self.state, parked.pending.last_tokens, bitmask)
+            has_custom = self.table.programs.custom != NO_CUSTOM
+            if not (has_grammar or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[parked.tier]):
+                output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
+        asked = parked.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
+        result = AsyncOutput(parked.req_ids, output, asked)
         return result if self.config.async_scheduling else result.get_output()
 
     def warm_up(self, **options: Any) -> None:
@@ -129,6 +160,7 @@ class DeviceRunner:
         """
         released = set()
         for req_id in sorted(so.finished_req_ids | (so.preempted_req_ids or set())):
+            self._prompts.drop(req_id)
             if (row := self.rows.remove(req_id)) is not None:
                 released.add(row)
         entries = []
@@ -140,6 +172,7 @@ class DeviceRunner:
             entries.append(entry)
         for row in released:
             self._host.clear(row)
+        self._kept.forget(so.finished_req_ids | {r.req_id for r in so.scheduled_new_reqs})
         self._apply_admissions([release_entry(row) for row in sorted(released)] + entries)
         grown = so.scheduled_cached_reqs.with_new_blocks()
         writes = [self._host.append_blocks(self.rows[req_id], blocks) for req_id, blocks in grown]
@@ -156,6 +189,7 @@ class DeviceRunner:
             groups=self.groups,
             block_writes=block_writes,
             tier=self._host.tier_of(rows),
+            keeps_tokens=(asked := self._prompt_tokens(rows, counts)) is not None and len(asked.tokens) > 0,
         )
         return req_ids, inputs
 
@@ -168,15 +202,37 @@ class DeviceRunner:
         if len(inputs.block_writes) > block_write_capacity(bucket, self.groups):
             self._apply_admissions([AdmitEntry(row=0, block_writes=inputs.block_writes)])
             inputs = dataclasses.replace(inputs, block_writes=no_block_writes())
-        entry = self.table.get(programs.first(bucket), real_tokens=inputs.num_tokens)
+        rows = inputs.idx_mapping
+        is_structured = self._host.is_structured[rows]
+        first = programs.first(bucket, has_grammar=bool(is_structured.any()))
+        entry = self.table.get(first, real_tokens=inputs.num_tokens)
         assert entry.program.bucket is not None
         upload = inputs.pack(entry.program.bucket)
         self.state, result = self.table.call(entry, self.weights, self.state, upload)
         fused = entry.program.kind == "step"
-        self._host.advance(inputs.idx_mapping, inputs.num_scheduled_tokens)
-        rows = inputs.idx_mapping
-        reports = self._host.num_logprobs[rows], self._host.wants_mask(rows)
-        return Parked(req_ids, inputs.tier, result if fused else None, None if fused else result, *reports)
+        prompt = self._prompt_tokens(rows, inputs.num_scheduled_tokens)
+        samples = self._host.advance(rows, inputs.num_scheduled_tokens)
+        asked = Asked(self._host.num_logprobs[rows], self._host.num_listed[rows], self._host.wants_mask(rows))
+        pending, output = (None, result) if fused else (result, None)
+        return Parked(req_ids, inputs.tier, output, pending, asked, prompt, is_structured, samples)
+
+    def _prompt_tokens(self, rows: np.ndarray, counts: np.ndarray) -> AskedTokens | None:
+        if not len(self._prompts):
+            return None
+        return asked_tokens(rows, counts, self._host.computed[rows], self._host.num_prompt_scores[rows])
+
+    def _score_prompts(self, parked: Parked, tokens: AskedTokens) -> Asked:
+        """Launch the scoring of a step's prompt tokens, as many calls as they need."""
+        program, found = self.table.programs.prompt_logprobs, []
+        layout = prompt_layout(program.size)
+        for start in range(0, len(tokens.tokens), program.size):
+            part = slice(start, start + program.size)
+            values = {"tokens": tokens.tokens[part], "rows": tokens.rows[part], "positions": tokens.positions[part]}
+            entry, upload = self.table.get(program), layout.pack(values)
+            self.state, scores = self.table.call(entry, self.weights, self.state, parked.pending, upload)
+            found.append(scores)
+        piece, prompts = self._prompts.enter(parked.req_ids, tokens, found)
+        return parked.asked._replace(piece=piece, prompts=prompts)
 
     def _apply_admissions(self, entries: list[AdmitEntry]) -> None:
         programs = self.table.programs
@@ -207,13 +263,38 @@ class DeviceRunner:
             params=params,
             seed=self._next_seed(),
         )
-        self._host.occupy(row, len(tokens), request.num_computed_tokens, params)
+        vocab_size = self.model.vocab_size
+        scores = num_asked(params, len(request.prompt_token_ids), len(tokens))
+        if scores:
+            self._prompts.add(request.req_id, PromptReport.asked_by(params, vocab_size))
+        computed = request.num_computed_tokens
+        self._host.occupy(row, len(tokens), computed, params, vocab_size=vocab_size, num_prompt_scores=scores)
         lists = list_writes(params, self.model.eos_token_ids, self.config.list_sizes)
-        return AdmitEntry(row, record, tokens, self._host.append_blocks(row, request.block_ids), lists)
+        arrays = request_rows(params, self.state.sampling.custom, len(tokens), self._kept.values(request))
+        return AdmitEntry(row, record, tokens, self._host.append_blocks(row, request.block_ids), lists, arrays)
+
+    def _keep_arrays(self, so: SchedulerOutput) -> None:
+        """Copy out of their rows what preempted requests cannot have again."""
+        if not self._kept.is_needed:
+            return
+        leaving = (so.preempted_req_ids or set()) | {r.req_id for r in so.scheduled_new_reqs}
+        held = sorted(req_id for req_id in leaving - so.finished_req_ids if req_id in self.rows)
+        for start in range(0, len(held), COPY.size):
+            part = held[start : start + COPY.size]
+            rows = np.zeros(COPY.size, np.int32)
+            rows[: len(part)] = self.rows.take(part)
+            self.state, copied = self.table.call(self.table.get(COPY), self.state, rows)
+            self._kept.keep(part, copied)
 
     def _next_seed(self) -> int:
         self._num_admitted += 1
         return derived_seed(self._seed, self._num_admitted)
+
+    def _check(self, so: SchedulerOutput) -> None:
+        self._checks.check(so, self.rows.row_of, self._host)
+        self._keep_arrays(so)
+        for request in so.scheduled_new_reqs:
+            self._kept.values(request)
 
 
 def default_ladder(model: Model, config: RunnerConfig) -> Ladder:
@@ -223,12 +304,12 @@ def default_ladder(model: Model, config: RunnerConfig) -> Ladder:
 
 def _admission_call(entries: list[AdmitEntry], programs: ProgramSet) -> tuple[int, Program]:
     """(how many of the first entries one call takes, the program for them)."""
-    count = tokens = blocks = lists = 0
+    count = tokens = blocks = lists = arrays = 0
     program = None
     for entry in entries[:ENTRIES_PER_CALL]:
         tokens, blocks = tokens + len(entry.tokens), blocks + len(entry.block_writes)
-        lists += len(entry.list_writes)
-        fitting = programs.admit_for(tokens, blocks, lists)
+        lists, arrays = lists + len(entry.list_writes), arrays + bool(entry.arrays)
+        fitting = programs.admit_for(tokens, blocks, lists, arrays)
         if fitting is None:
             break
         count, program = count + 1, fitting

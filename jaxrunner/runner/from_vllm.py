@@ -11,6 +11,7 @@ from typing import Any
 from jaxrunner.contract import CachedRequestData, NewRequestData, SchedulerOutput
 from jaxrunner.errors import NotBuiltError
 from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.structured_outputs import StructuredOutputsParams
 
 KNOWN_NEWER_FIELDS = {
     "encoder_input_updates": "multimodal inputs",
@@ -35,12 +36,7 @@ def scheduler_output_from_vllm(source: Any) -> SchedulerOutput:
     return SchedulerOutput(**values)
 
 
-NOT_BUILT_PARAMS = (
-    "logits_processors",
-    "logprob_token_ids",
-    "prompt_logprob_token_ids",
-    "extra_args",
-)
+NOT_BUILT_PARAMS = ("logits_processors",)
 """Parameters of vLLM's class that change the sampled tokens or the output and have no counterpart here."""
 
 
@@ -55,7 +51,17 @@ def sampling_params_from_vllm(source: Any) -> SamplingParams:
     names = [f.name for f in dataclasses.fields(SamplingParams) if hasattr(source, f.name)]
     values = {name: getattr(source, name) for name in names}
     values["stop_token_ids"] = tuple(values.get("stop_token_ids") or ())
+    values["structured_outputs"] = _structured_outputs(values.get("structured_outputs"))
     return SamplingParams(**values)
+
+
+def _structured_outputs(source: Any) -> StructuredOutputsParams | None:
+    if source is None:
+        return None
+    for name in ("structural_tag", "disable_additional_properties"):
+        if getattr(source, name, None):
+            raise NotBuiltError(f"structured_outputs.{name} is not built yet")
+    return StructuredOutputsParams(**_copy(source, StructuredOutputsParams))
 
 
 def _new_request(source: Any) -> NewRequestData:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxrunner.compile.buckets import Feature, Tier, lowest_tier
-from jaxrunner.runner.output import NO_LOGPROBS
+from jaxrunner.runner.logprob_columns import NO_LOGPROBS, asked_counts
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.block_tables import KVGroup, expand_block_ids
 
@@ -17,7 +17,8 @@ class HostRows:
 
     num_blocks: i32[rows, G], kernel blocks in the row's tables. computed: tokens that were scheduled. known: tokens
     that the device has or will have sampled when the steps so far are done. features: bits of
-    `Feature`. num_logprobs: asked for, or NO_LOGPROBS.
+    `Feature`. num_logprobs, num_listed: best ids asked for, or NO_LOGPROBS, and ids listed. num_prompt_scores: tokens
+    of the prompt that are to be scored, 0 for none. is_structured: bool[rows], requests with structured_outputs.
     """
 
     def __init__(self, num_rows: int, groups: Sequence[KVGroup]):
@@ -27,18 +28,34 @@ class HostRows:
         self.known = np.zeros(num_rows, np.int32)
         self.features = np.zeros(num_rows, np.int32)
         self.num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
+        self.num_listed = np.zeros(num_rows, np.int32)
+        self.num_prompt_scores = np.zeros(num_rows, np.int32)
+        self.is_structured = np.zeros(num_rows, bool)
 
-    def occupy(self, row: int, num_tokens: int, num_computed_tokens: int, params: SamplingParams) -> None:
+    def occupy(
+        self,
+        row: int,
+        num_tokens: int,
+        num_computed_tokens: int,
+        params: SamplingParams,
+        *,
+        vocab_size: int,
+        num_prompt_scores: int = 0,
+    ) -> None:
         """A request moves in, with no blocks yet."""
-        self.num_blocks[row] = 0
+        self.clear(row)
         self.computed[row], self.known[row] = num_computed_tokens, num_tokens
         self.features[row] = params.features
-        self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.num_logprobs[row], self.num_listed[row] = asked_counts(params, vocab_size)
+        self.num_prompt_scores[row] = num_prompt_scores
+        self.is_structured[row] = params.structured_outputs is not None
 
     def clear(self, row: int) -> None:
         """The row's request is gone."""
         self.num_blocks[row] = self.computed[row] = self.known[row] = self.features[row] = 0
         self.num_logprobs[row] = NO_LOGPROBS
+        self.num_listed[row] = self.num_prompt_scores[row] = 0
+        self.is_structured[row] = False
 
     def tier_of(self, rows: np.ndarray) -> Tier:
         """The tier that serves all of `rows`."""
@@ -62,7 +79,10 @@ class HostRows:
             parts.append(part)
         return np.concatenate(parts)
 
-    def advance(self, rows: np.ndarray, counts: np.ndarray) -> None:
-        """Count a step that was launched: its tokens, and one more known token for each row that samples."""
+    def advance(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Count a step that was launched: its tokens, and one more known token for each row that samples. Returns which
+        do, bool[len(rows)]."""
         self.computed[rows] += counts
-        self.known[rows] += self.computed[rows] == self.known[rows]
+        samples = self.computed[rows] == self.known[rows]
+        self.known[rows] += samples
+        return samples

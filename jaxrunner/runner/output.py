@@ -2,43 +2,57 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 
 from jaxrunner.contract import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
+from jaxrunner.runner.logprob_columns import NO_LOGPROBS, columns, start_copy
+from jaxrunner.runner.prompt_reports import Piece, PromptReport
 from jaxrunner.sampling.packed_bits import WORD
 from jaxrunner.stages.sample import NO_TOKEN, StepOutput
 
-NO_LOGPROBS = -1
-"""Stands for a request that asks for no log-probabilities; 0 asks for those of its own tokens."""
-NO_ID_LEFT = "its constraints (allowed ids, bad words, min_tokens, grammar) forbid every token id"
+NO_ID_LEFT = (
+    "its constraints (allowed ids, bad words, min_tokens, grammar, logits processors) forbid every token id, or its "
+    "custom sampler took one that they or the filters forbid"
+)
+NAN_LOGITS = "{} of its logits are NaN; look at the weights, or at the step with jax_debug_nans"
+
+
+class Asked(NamedTuple):
+    """What the requests of a step ask for beside tokens, in batch order.
+
+    num_logprobs: i32[B], best ids, NO_LOGPROBS for none at all. num_listed: i32[B], listed ids. wants_mask: bool[B],
+    the ids its token was drawn from. piece: what the step found for prompts; prompts: the requests whose prompts are
+    complete with it.
+    """
+
+    num_logprobs: np.ndarray
+    num_listed: np.ndarray
+    wants_mask: np.ndarray
+    piece: Piece | None = None
+    prompts: tuple[tuple[str, PromptReport], ...] = ()
+
+    @classmethod
+    def nothing(cls, num_reqs: int) -> Asked:
+        return cls(np.full(num_reqs, NO_LOGPROBS), np.zeros(num_reqs, np.int32), np.zeros(num_reqs, bool))
 
 
 class AsyncOutput:
-    """req_ids: in batch order. output: the step's device arrays, kept alive until they were copied.
+    """req_ids: in batch order. output: the step's device arrays, kept alive until they were copied."""
 
-    num_logprobs: i32[B], how many best ids' log-probabilities each request asks for, NO_LOGPROBS for none at all.
-    wants_mask: bool[B], whether it asks for the ids its token was drawn from.
-    """
-
-    def __init__(
-        self,
-        req_ids: list[str],
-        output: StepOutput,
-        num_logprobs: np.ndarray | None = None,
-        wants_mask: np.ndarray | None = None,
-    ):
+    def __init__(self, req_ids: list[str], output: StepOutput, asked: Asked | None = None):
         self._req_ids = req_ids
-        none = np.full(len(req_ids), NO_LOGPROBS)
-        self._num_logprobs = none if num_logprobs is None else num_logprobs
-        asked = (self._num_logprobs > NO_LOGPROBS).any()
+        self._asked = asked = asked or Asked.nothing(len(req_ids))
         self._device = output.sampled_token_ids
-        self._device_logprobs = output.logprobs if asked else None
-        self._wants_mask = np.zeros(len(req_ids), bool) if wants_mask is None else wants_mask
-        self._device_mask = output.sampling_mask if self._wants_mask.any() else None
-        self._no_id_left = output.no_id_left
-        for array in jax.tree.leaves((self._device, self._device_logprobs, self._device_mask, self._no_id_left)):
+        self._device_mask = output.sampling_mask if asked.wants_mask.any() else None
+        self._device_nans, self._device_failed = output.num_nans, output.failed
+        for array in jax.tree.leaves((self._device, self._device_mask, self._device_nans, self._device_failed)):
             array.copy_to_host_async()
+        self._device_logprobs = None
+        if output.logprobs is not None and (most := int(asked.num_logprobs.max(initial=NO_LOGPROBS))) > NO_LOGPROBS:
+            self._device_logprobs = start_copy(output.logprobs, most, int(asked.num_listed.max()))
         self._result: ModelRunnerOutput | None = None
 
     def get_output(self) -> ModelRunnerOutput:
@@ -56,21 +70,35 @@ class AsyncOutput:
                 logprobs=self._logprobs(sampled[:, 0] != NO_TOKEN),
                 sampling_masks=self._sampling_masks(sampled[:, 0] != NO_TOKEN),
                 sampling_errors=self._sampling_errors(),
+                num_nans_in_logits=self._num_nans(),
             )
+            self._add_prompts(self._result)
         return self._result
 
+    def _add_prompts(self, result: ModelRunnerOutput) -> None:
+        if self._asked.piece is not None:
+            self._asked.piece.arrays()  # what the device holds is free now, also where a prompt goes on
+        for req_id, report in self._asked.prompts:
+            logprobs, listed = report.gather()
+            if logprobs is not None:
+                result.prompt_logprobs_dict[req_id] = logprobs
+            if listed is not None:
+                result.prompt_token_id_logprobs_dict[req_id] = listed
+
     def _sampling_errors(self) -> dict[str, str]:
-        if self._no_id_left is None:
+        if self._device_failed is None:
             return {}
-        stuck = np.flatnonzero(np.asarray(self._no_id_left)[: len(self._req_ids)])
-        return {self._req_ids[i]: f"request {self._req_ids[i]!r}: {NO_ID_LEFT}" for i in stuck}
+        failed = np.asarray(self._device_failed)[: len(self._req_ids)]
+        num_nans = np.zeros(len(failed), int) if self._device_nans is None else np.asarray(self._device_nans)
+        causes = {i: NAN_LOGITS.format(num_nans[i]) if num_nans[i] else NO_ID_LEFT for i in np.flatnonzero(failed)}
+        return {self._req_ids[i]: f"request {self._req_ids[i]!r}: {cause}" for i, cause in causes.items()}
 
     def _sampling_masks(self, has_token: np.ndarray) -> SamplingMaskLists | None:
         if self._device_mask is None:
             return None
         words = np.asarray(self._device_mask)[: len(has_token)]
         # Most words are 0 where a filter is on; only the others are taken apart.
-        row, place = np.nonzero(np.where((self._wants_mask & has_token)[:, None], words, 0))
+        row, place = np.nonzero(np.where((self._asked.wants_mask & has_token)[:, None], words, 0))
         bits = np.unpackbits(words[row, place].astype("<u4")[:, None].view(np.uint8), axis=1, bitorder="little")
         entry, bit = np.nonzero(bits)
         token_ids = place[entry] * WORD + bit
@@ -81,13 +109,10 @@ class AsyncOutput:
         """The columns that each request asked for. has_token: bool[B], a token was sampled."""
         if self._device_logprobs is None:
             return None
-        found = self._device_logprobs
-        ids, values, ranks = map(np.asarray, (found.logprob_token_ids, found.logprobs, found.sampled_token_ranks))
-        count, asked = len(has_token), np.where(has_token, self._num_logprobs, NO_LOGPROBS)
-        width = min(int(self._num_logprobs.max()) + 1, values.shape[1])
-        shown = np.arange(width) <= asked[:, None]
-        return LogprobsLists(
-            np.where(shown, ids[:count, :width], NO_TOKEN),
-            np.where(shown, values[:count, :width], np.float32(-np.inf)),
-            np.where(asked > NO_LOGPROBS, ranks[:count], 0),
-        )
+        found = jax.tree.map(np.asarray, self._device_logprobs)
+        return columns(found, self._asked.num_logprobs, self._asked.num_listed, has_token)
+
+    def _num_nans(self) -> dict[str, int] | None:
+        if self._device_nans is None:
+            return None
+        return dict(zip(self._req_ids, np.asarray(self._device_nans).tolist(), strict=False))

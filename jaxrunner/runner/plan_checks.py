@@ -17,6 +17,8 @@ from jaxrunner.runner.config import RunnerConfig
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.block_moves import pack_moves
 from jaxrunner.state.block_tables import KVGroup, expand_block_ids
+from jaxrunner.state.reports import check_reports
+from jaxrunner.state.request_arrays import ArraySets, check_extra_args
 from jaxrunner.state.request_lists import check_lists
 
 
@@ -31,13 +33,15 @@ class RowCounts(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PlanChecks:
-    """groups, widths: the KV-cache groups and the columns of their block tables. max_num_tokens: most of a step."""
+    """groups, widths: the KV-cache groups and the columns of their block tables. max_num_tokens: most of a step.
+    custom: arrays that requests may bring."""
 
     model: Model
     config: RunnerConfig
     groups: tuple[KVGroup, ...]
     widths: Sequence[int]
     max_num_tokens: int
+    custom: ArraySets = ()
 
     def check(self, so: SchedulerOutput, rows: dict[str, int], counts: RowCounts) -> None:
         """Raises AdmissionError, NotBuiltError or CapacityError, naming the request, for a plan that cannot be run.
@@ -70,6 +74,7 @@ class PlanChecks:
 
     def _check_new(self, so: SchedulerOutput) -> None:
         for request in so.scheduled_new_reqs:
+            params, where = request.sampling_params or SamplingParams(), f"request {request.req_id!r}"
             check_new_request(
                 request,
                 vocab_size=self.model.vocab_size,
@@ -79,13 +84,15 @@ class PlanChecks:
                 num_scheduled_tokens=so.num_scheduled_tokens.get(request.req_id, 0),
             )
             check_lists(
-                request.sampling_params or SamplingParams(),
+                params,
                 self.model.eos_token_ids,
                 vocab_size=self.model.vocab_size,
                 sizes=self.config.list_sizes,
                 has_thinking=self.config.thinking is not None,
-                where=f"request {request.req_id!r}",
+                where=where,
             )
+            check_reports(params, self.config.reports, where=where)
+            check_extra_args(params, self.custom, where)
             self._check_blocks(request.req_id, np.zeros(len(self.groups), np.int32), request.block_ids)
 
     def _check_pool(self, what: str, ids: list[int]) -> None:

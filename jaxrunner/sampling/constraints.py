@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxrunner.sampling.allowed_ids import keep_allowed
 from jaxrunner.sampling.bad_words import mask_bad_words
+from jaxrunner.sampling.custom import CustomRun
 from jaxrunner.sampling.history import History
 from jaxrunner.sampling.logit_bias import add_bias
 from jaxrunner.sampling.min_tokens import mask_stop_ids
@@ -17,11 +19,16 @@ from jaxrunner.state.sampling import SamplingState
 
 
 def constrain(
-    logits: Float32[Array, "B V"], params: SamplingState, position: Int32[Array, "B"], history: History
-) -> Float32[Array, "B V"]:
-    """logits after every constraint of each row; what a row does not ask for leaves it bit for bit.
+    logits: Float32[Array, "B V"],
+    params: SamplingState,
+    position: Int32[Array, "B"],
+    history: History,
+    custom: CustomRun | None = None,
+) -> tuple[Float32[Array, "B V"], dict[str, jax.Array]]:
+    """(logits after every constraint of each row, new values of arrays that the user's processors update).
 
-    params: the rows' parameters in batch order. position: index the new token will have in its request.
+    What a row does not ask for leaves it bit for bit. params: the rows' parameters in batch order. position: index the
+    new token will have in its request. custom: the user's processors.
     """
     logits = keep_allowed(logits, params.list_of("allowed_ids"))
     bias = lax.bitcast_convert_type(params.list_of("bias_values"), jnp.float32)
@@ -32,9 +39,10 @@ def constrain(
     )
     words, place = params.list_of("bad_word_ids"), params.list_of("bad_word_place")
     logits = mask_bad_words(logits, history, position, words, place)
+    logits, updates = custom.process(logits, asked=True) if custom else (logits, {})
     if params.thinking is not None:
         logits = end_thinking(logits, history, position, params.thinking_budget, params.thinking)
-    return logits
+    return logits, updates
 
 
 def has_no_id(logits: Float32[Array, "B V"]) -> Bool[Array, "B"]:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32
 
-TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
-"""Streams that must be independent: the target's draw, a drafter's, the acceptance test and the residual draw."""
+TARGET, DRAFT, ACCEPT, RESIDUAL, USER = range(5)
+"""Streams that must be independent: the target's draw, a drafter's, the acceptance test, the residual draw, and from
+USER on those of a user's logits processors."""
 
 
 def row_keys(seed: Int32[Array, "B 2"], position: Int32[Array, "B"], *, stream: int = TARGET) -> jax.Array:

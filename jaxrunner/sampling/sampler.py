@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -10,12 +12,14 @@ from jaxtyping import Array, Float32, Int32
 
 from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
 from jaxrunner.sampling.constraints import constrain, has_no_id
+from jaxrunner.sampling.custom import CustomRun
 from jaxrunner.sampling.history import History
+from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxrunner.sampling.min_p import min_p
 from jaxrunner.sampling.packed_bits import pack_bits
 from jaxrunner.sampling.random import gumbel, row_keys
 from jaxrunner.sampling.replay import replayed
-from jaxrunner.sampling.temperature import GREEDY_BELOW, is_sound, scale
+from jaxrunner.sampling.temperature import GREEDY_BELOW, divide, is_sound, scale
 from jaxrunner.sampling.top_k import top_k
 from jaxrunner.sampling.top_p import top_p
 from jaxrunner.state.sampling import SamplingState
@@ -24,14 +28,19 @@ from jaxrunner.state.sampling import SamplingState
 class Sampled(NamedTuple):
     """token_ids: i32[B], always inside the vocabulary.
 
-    no_id_left: bool[B], rows whose constraints forbid every id, so that their token means nothing; None in a tier
-    without constraints. sampling_mask: u32[B, W], the ids that each token was drawn from (`packed_bits`); None in a
-    tier without it.
+    no_id_left: bool[B], rows whose constraints forbid every id, or whose custom sampler took one that is forbidden, so
+    that their token means nothing; None in a tier without constraints and custom functions. sampling_mask: u32[B, W],
+    the ids that each token was drawn from (`packed_bits`); logprobs: of the tokens, as `Reports` says; both None in a
+    tier without them. scores: f32[B, V], what the tokens were drawn from, as softmax(scores). updates: new values of
+    arrays that custom functions update.
     """
 
     token_ids: jax.Array
     no_id_left: jax.Array | None = None
     sampling_mask: jax.Array | None = None
+    logprobs: TokenLogprobs | None = None
+    scores: jax.Array | None = None
+    updates: Mapping[str, jax.Array] = MappingProxyType({})
 
 
 def sample_tokens(
@@ -41,22 +50,29 @@ def sample_tokens(
     *,
     tier: Tier,
     history: History | None = None,
+    custom: CustomRun | None = None,
 ) -> Sampled:
     """A token of each row.
 
     params: the rows' parameters in batch order. position: index the new token will have in its request. history: for
-    tiers with constraints.
+    tiers with constraints. custom: the user's processors and sampler; those that serve every request run in all tiers,
+    the others from "constrained" on.
     tier "greedy": exact argmax, the lowest id on a tie. tier "random": rows with a temperature take the argmax of
     logits / temperature + Gumbel noise, which draws from the softmax; greedy rows as before. Tiers from "filtered" on
     filter before the draw, from "constrained" on the whole list of `jaxrunner.sampling` applies. A row's token is the
     same in every tier that covers what it asks for.
     """
-    features = TIER_FEATURES[tier]
-    no_id_left = None
-    if Feature.CONSTRAINTS in features:
+    features, raw = TIER_FEATURES[tier], logits
+    no_id_left: jax.Array | None = None
+    updates: dict[str, jax.Array] = {}
+    asked = Feature.CONSTRAINTS in features
+    if asked:
         if history is None:
             raise ValueError(f"tier {tier!r} needs the history of its rows")
-        logits = constrain(logits, params, position, history)
+        logits, updates = constrain(logits, params, position, history, custom)
+    elif custom is not None:
+        logits, updates = custom.process(logits, asked=False)
+    if asked or custom is not None:
         no_id_left = has_no_id(logits)
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     scores = logits
@@ -65,14 +81,32 @@ def sample_tokens(
         scores = scale(logits, params.temperature)
         if Feature.FILTERS in features:
             scores = apply_filters(scores, params)
-        noise = gumbel(row_keys(params.seed, position), logits.shape[-1])
-        tokens = jnp.where(is_greedy, tokens, jnp.argmax(scores + noise, axis=-1).astype(jnp.int32))
+        keys = row_keys(params.seed, position)
+        drawn = jnp.argmax(scores + gumbel(keys, logits.shape[-1]), axis=-1).astype(jnp.int32)
+        if custom is not None and no_id_left is not None:
+            drawn, is_lost, new = custom.draw(scores, drawn, keys, asked=asked)
+            no_id_left, updates = no_id_left | (is_lost & ~is_greedy), updates | new
+        tokens = jnp.where(is_greedy, tokens, drawn)
         scores = jnp.where(is_greedy[:, None], logits, scores)
     if history is not None and no_id_left is not None:
         is_given, given = replayed(params.list_of("replay_ids"), position, history.prompt_len)
         tokens, no_id_left = jnp.where(is_given, given, tokens), no_id_left & ~is_given
     mask = pack_bits(scores != -jnp.inf) if Feature.SAMPLING_MASK in features else None
-    return Sampled(tokens, no_id_left, mask)
+    logprobs = None
+    if Feature.LOGPROBS in features:
+        shown = _processed(params, logits, scores) if params.reports.is_processed else raw
+        logprobs = token_logprobs(shown, tokens, params.list_of("logprob_ids"), params.reports)
+    return Sampled(tokens, no_id_left, mask, logprobs, scores, updates)
+
+
+def _processed(
+    params: SamplingState, constrained: Float32[Array, "B V"], scores: Float32[Array, "B V"]
+) -> Float32[Array, "B V"]:
+    """What the tokens are drawn from. The softmax of `scores` is the same and keeps more digits, since their largest is
+    0; as logits they would be off by that."""
+    if not params.reports.is_logits:
+        return scores
+    return jnp.where(scores == -jnp.inf, scores, divide(constrained, params.temperature))
 
 
 def apply_filters(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array, "B V"]:

@@ -16,8 +16,12 @@ def scale(logits: Float32[Array, "B V"], temperature: Float32[Array, "B"]) -> Fl
     -inf) has no finite maximum and is only divided: see `is_sound`.
     """
     highest = jnp.max(logits, axis=-1, keepdims=True)
-    shifted = logits - jnp.where(jnp.isfinite(highest), highest, 0.0)
-    return shifted / jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]
+    return divide(logits - jnp.where(jnp.isfinite(highest), highest, 0.0), temperature)
+
+
+def divide(logits: Float32[Array, "B V"], temperature: Float32[Array, "B"]) -> Float32[Array, "B V"]:
+    """logits / temperature, greedy rows undivided: what `scale` gives, up to a number for each row."""
+    return logits / jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]
 
 
 def is_sound(scaled: Float32[Array, "B V"]) -> Array:

@@ -21,9 +21,9 @@ from jaxrunner.compile.buckets import REPORTS, Bucket, Feature, Tier, lowest_tie
 from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation, check
-from jaxrunner.stages.batch import BatchRequests
+from jaxrunner.sampling.custom import CustomSampling
 from jaxrunner.stages.inputs import step_layout
-from jaxrunner.stages.sample import NO_TOKEN, LogitsFn
+from jaxrunner.stages.sample import NO_TOKEN
 from jaxrunner.stages.step import step
 from jaxrunner.state.alive import check_alive
 from jaxrunner.state.requests import PARKING_ROW
@@ -38,7 +38,8 @@ MOST_CAPABLE: Tier = lowest_tier(Feature.DRAW | Feature.FILTERS | Feature.CONSTR
 
 class StopReason(enum.IntEnum):
     """Why a row made no more tokens. STEPS: it made one in each step. NOT_DECODABLE: it is empty, or has more than one
-    token to run (a prefill). NO_ID_LEFT: its constraints forbid every id.
+    token to run (a prefill). NO_ID_LEFT: its constraints forbid every id, or its
+    logits hold a NaN where `Reports.nan_check` makes it fail.
     """
 
     STEPS = 0
@@ -57,7 +58,8 @@ def decode_loop(
     rows: Sequence[int] | np.ndarray | jax.Array,
     *,
     steps: int,
-    logits_fn: LogitsFn | None = None,
+    logits_processors: Any = (),
+    sampler: Any = None,
     stop_token_ids: Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array | None = None,
     max_tokens: int | Sequence[int] | np.ndarray | jax.Array | None = None,
     kind: Kind = "scan",
@@ -75,7 +77,8 @@ def decode_loop(
     either kind (without donation there is one more copy of it). No compiler flag is needed.
     rows: distinct state rows with one token to run, i.e. after their prefill; a list or a traced array. Their blocks
     are taken before: `state = jaxrunner.reserve(state, rows, steps)`.
-    logits_fn: as in `step`; it always sees the batch in the order of `rows`, stopped rows as padding.
+    logits_processors, sampler: as in `step`. The rows that still run stand before those that have stopped, which are
+    padding, so such a function knows a request by `context.rows`.
     stop_token_ids: ids for all rows, e.g. model.eos_token_ids, or a list for each row; as an array [S] or [B, S], -1
     for none. max_tokens: of this call, for all rows or each. bucket: the decode bucket to run in, by default the one of
     exactly B rows, at the tier its rows need, or in a trace, where that is not known, at one that covers all.
@@ -104,7 +107,7 @@ def decode_loop(
             tier = _tier(state, rows)
     bucket = bucket or Bucket("decode", len(rows), len(rows), 1, tier)
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((weights, state, rows, stop_ids, limit)))
-    # In a trace there is no jit around it: a logits_fn may then close over anything the user is tracing.
+    # In a trace there is no jit around it: a user's function may then close over anything that is being traced.
     run = _run if traced else _compiled_run
     frozen = tuple(implementation.items()) if isinstance(implementation, Mapping) else implementation
     result = run(
@@ -115,7 +118,7 @@ def decode_loop(
         stop_ids,
         jnp.broadcast_to(jnp.asarray(limit, jnp.int32), (len(rows),)),
         steps=steps,
-        logits_fn=logits_fn,
+        custom=CustomSampling.of(logits_processors, sampler),
         kind=kind,
         bucket=bucket,
         implementation=frozen,
@@ -135,7 +138,7 @@ class _Carry(NamedTuple):
 
 
 def _run(
-    model, weights, state, rows, stop_ids, most, *, steps, logits_fn, kind, bucket, implementation
+    model, weights, state, rows, stop_ids, most, *, steps, custom, kind, bucket, implementation
 ) -> tuple[RunnerState, jax.Array, jax.Array, jax.Array]:
     implementation = dict(implementation) if isinstance(implementation, tuple) else implementation
 
@@ -143,9 +146,9 @@ def _run(
         active = _reasons(carry, rows, most, steps) == StopReason.STEPS
         order = jnp.argsort(~active, stable=True)  # running rows first, in their order
         packed = _decode_upload(carry.state, bucket, rows[order], jnp.sum(active))
-        shown = logits_fn and _in_callers_order(logits_fn, order)
+        options = {"logits_processors": custom.logits_processors, "sampler": custom.sampler}
         state, output = step(
-            model, weights, carry.state, packed, bucket=bucket, logits_fn=shown, implementation=implementation
+            model, weights, carry.state, packed, bucket=bucket, implementation=implementation, **options
         )
         token = jnp.zeros_like(rows).at[order].set(output.sampled_token_ids[: len(rows), 0])
         made = active & (token != NO_TOKEN)
@@ -162,7 +165,7 @@ def _run(
 
 
 _compiled_run = functools.partial(
-    jax.jit, static_argnames=("model", "steps", "logits_fn", "kind", "bucket", "implementation")
+    jax.jit, static_argnames=("model", "steps", "custom", "kind", "bucket", "implementation")
 )(_run)
 
 
@@ -216,19 +219,6 @@ def _decode_upload(state: RunnerState, bucket: Bucket, rows: jax.Array, num_reqs
         "query_start_loc": jnp.minimum(jnp.arange(bucket.num_reqs + 1), num_reqs),
     }
     return step_layout(bucket, state.tables.groups, state.num_draft_tokens).assemble(values)
-
-
-def _in_callers_order(logits_fn: LogitsFn, order: jax.Array) -> LogitsFn:
-    """A logits_fn for the compacted batch that calls the user's with the batch in the order of `rows`."""
-
-    def reordered(logits: jax.Array, requests: BatchRequests) -> jax.Array:
-        place = jnp.arange(logits.shape[0]).at[order].set(jnp.arange(len(order)))
-        back = place.at[place].set(jnp.arange(len(place)))
-        shown = BatchRequests(*(array[place] for array in requests))
-        return logits_fn(logits[place], shown)[back]
-
-    # place[i]: where caller's row i is in the batch; rows of the bucket's own padding stay where they are.
-    return reordered
 
 
 def _tier(state: RunnerState, rows: Any) -> Tier:

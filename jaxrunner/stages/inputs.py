@@ -20,6 +20,7 @@ class StepInput:
     idx_mapping: i32[B], state row of each request. num_scheduled_tokens: i32[B], tokens to run, drafts included.
     num_draft_tokens: i32[B]. block_writes: i32[N, 4], blocks that join the tables before the step.
     groups: the state's KV-cache groups. num_draft_slots: K of the state. tier: what the sampler must do.
+    keeps_tokens: the hidden states of all tokens are needed after the step, which only ragged steps keep.
     """
 
     idx_mapping: np.ndarray
@@ -29,6 +30,7 @@ class StepInput:
     block_writes: np.ndarray = dataclasses.field(default_factory=no_block_writes)
     num_draft_slots: int = 0
     tier: Tier = "greedy"
+    keeps_tokens: bool = False
 
     @property
     def num_reqs(self) -> int:

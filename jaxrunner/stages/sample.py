@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
+from jaxrunner.compile.buckets import Tier
 from jaxrunner.models import transformer
 from jaxrunner.models.model import Model
-from jaxrunner.sampling.grammar import mask_by_grammar
+from jaxrunner.sampling.custom import NO_CUSTOM, CustomRun, CustomSampling, SamplingContext
+from jaxrunner.sampling.grammar import is_allowed, mask_by_grammar
 from jaxrunner.sampling.history import History
-from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs
+from jaxrunner.sampling.logprobs import TokenLogprobs
+from jaxrunner.sampling.nans import count_nans
 from jaxrunner.sampling.sampler import sample_tokens
 from jaxrunner.stages.batch import BatchRequests
+from jaxrunner.state.request_arrays import current
 from jaxrunner.state.runner_state import RunnerState
 from jaxrunner.state.sampling import SamplingState
 
 NO_TOKEN = -1
-LogitsFn = Callable[[jax.Array, BatchRequests], jax.Array]
 
 
 class SamplingRows(Protocol):
-    """What sampling asks of a batch: i32[B] the length of each row, which is where its new token goes, and bool[B]
-    whether it gets one."""
+    """What sampling asks of a batch of B rows. seq_lens: i32[B], the length of each, which is where its new token goes.
+    live: bool[B], no padding. samples: bool[B], whether it gets a token."""
 
     @property
     def seq_lens(self) -> jax.Array: ...
+    @property
+    def live(self) -> jax.Array: ...
     @property
     def samples(self) -> jax.Array: ...
 
@@ -37,19 +43,31 @@ class SamplingRows(Protocol):
 class StepOutput(struct.PyTreeNode):
     """sampled_token_ids: i32[B, K + 1], -1 where nothing was sampled. num_sampled: i32[B].
 
-    no_id_left: bool[B], requests whose constraints forbid every id: they get no token, and their rows stay as they were
-    before the step. None in tiers without constraints.
-    logprobs: of the "full" tier, None in the others; junk in rows where nothing was sampled. sampling_mask: u32[B, W],
-    of the same tier, see `jaxrunner.sampling.packed_bits`.
-    hidden: [T, hidden], final hidden states when the step was asked to return them.
+    no_id_left: bool[B], requests whose constraints forbid every id, or whose custom sampler took a forbidden one: they
+    get no token, and their rows stay as they were before the step. None where there are neither, nor a grammar mask.
+    num_nans: i32[B], of each request's logits; None unless `Reports.nan_check` asks. failed_by_nan: bool[B], requests
+    with some, treated likewise; None unless it says "fail".
+    logprobs: of the tiers that have them, None in the others; junk in rows where nothing was sampled. sampling_mask:
+    u32[B, W], likewise, see `jaxrunner.sampling.packed_bits`.
+    hidden: [T, hidden], final hidden states, and scores: f32[B, vocab], softmax(scores) being what each token was drawn
+    from (a greedy request's: its logits after constraints), when the step was asked to return them.
     """
 
     sampled_token_ids: jax.Array
     num_sampled: jax.Array
     logprobs: TokenLogprobs | None = None
     no_id_left: jax.Array | None = None
+    num_nans: jax.Array | None = None
+    failed_by_nan: jax.Array | None = None
     sampling_mask: jax.Array | None = None
     hidden: jax.Array | None = None
+    scores: jax.Array | None = None
+
+    @property
+    def failed(self) -> jax.Array | None:
+        """bool[B], requests that get no token although they should; None where no request can fail."""
+        causes = [cause for cause in (self.no_id_left, self.failed_by_nan) if cause is not None]
+        return functools.reduce(operator.or_, causes) if causes else None
 
 
 def sample(
@@ -60,45 +78,69 @@ def sample(
     requests: BatchRequests,
     *,
     tier: Tier,
-    logits_fn: LogitsFn | None = None,
+    custom: CustomSampling = NO_CUSTOM,
     grammar_bitmask: jax.Array | None = None,
-) -> StepOutput:
-    """Sampled ids of a batch.
+    return_scores: bool = False,
+) -> tuple[StepOutput, Mapping[str, jax.Array]]:
+    """(sampled ids of a batch, new values of the rows' arrays that custom functions update).
 
     hidden: [B, hidden], final hidden state at each request's last token. requests: the batch's per-request arrays.
-    logits_fn: called as `logits_fn(logits f32[B, vocab], requests) -> f32[B, vocab]` before sampling. What it returns
-    is what log-probabilities are taken of. grammar_bitmask: u32[B, W], see `jaxrunner.sampling.grammar`.
+    custom: see `jaxrunner.sampling.custom`. grammar_bitmask: u32[B, W], see `jaxrunner.sampling.grammar`.
 
     A draw is a function of the request's seed and the position of the new token, so rows of padding and requests
     still in prefill take no randomness from anyone.
     """
     logits = transformer.logits(model, weights, hidden)
-    if logits_fn is not None:
-        logits = logits_fn(logits, requests)
-    if grammar_bitmask is not None:
-        logits = mask_by_grammar(logits, grammar_bitmask)
     rows = requests.idx_mapping
     history = History(state.requests.token_ids, rows, state.requests.prompt_len[rows])
-    return sample_rows(logits, requests, state.sampling.take(rows), history, tier=tier)
+    params = state.sampling.take(rows)
+    custom.check_state(state.sampling.custom)
+    run = None
+    if custom != NO_CUSTOM:
+        context = SamplingContext(history, rows, requests.seq_lens, requests.samples, params.seed)
+        values = current(state.extras, custom.declared, rows, state.requests.total_len[rows])
+        run = CustomRun(custom, context, values)
+    options: dict[str, Any] = {"grammar_bitmask": grammar_bitmask, "return_scores": return_scores}
+    return sample_rows(logits, requests, params, history, tier=tier, custom=run, **options)
 
 
 def sample_rows(
-    logits: jax.Array, requests: SamplingRows, params: SamplingState, history: History | None, *, tier: Tier
-) -> StepOutput:
-    """`sample` from the logits on, wherever the rows' parameters come from.
+    logits: jax.Array,
+    requests: SamplingRows,
+    params: SamplingState,
+    history: History | None,
+    *,
+    tier: Tier,
+    custom: CustomRun | None = None,
+    grammar_bitmask: jax.Array | None = None,
+    return_scores: bool = False,
+) -> tuple[StepOutput, Mapping[str, jax.Array]]:
+    """`sample` from the logits on, wherever the rows' parameters and arrays come from.
 
-    params: in batch order. history: None only in a tier without constraints.
+    params: in batch order. history: None only in a tier without constraints and without functions of the user's.
     """
-    features = TIER_FEATURES[tier]
-    sampled = sample_tokens(logits, params, requests.seq_lens, tier=tier, history=history)
-    samples, no_id_left = requests.samples, sampled.no_id_left
+    if grammar_bitmask is not None:
+        logits = mask_by_grammar(logits, grammar_bitmask)
+    sampled = sample_tokens(logits, params, requests.seq_lens, tier=tier, history=history, custom=custom)
+    samples, no_id_left, num_nans, failed_by_nan = requests.samples, sampled.no_id_left, None, None
+    if no_id_left is None and grammar_bitmask is not None:
+        no_id_left = ~is_allowed(grammar_bitmask, sampled.token_ids)
     if no_id_left is not None:
         no_id_left &= samples
         samples &= ~no_id_left
-    return StepOutput(
+    if params.reports.nan_check != "off":
+        num_nans = count_nans(logits, requests.live)
+    if num_nans is not None and params.reports.nan_check == "fail":
+        failed_by_nan = num_nans > 0
+        samples &= ~failed_by_nan
+    output = StepOutput(
         sampled_token_ids=jnp.where(samples, sampled.token_ids, NO_TOKEN)[:, None],
         num_sampled=samples.astype(jnp.int32),
         no_id_left=no_id_left,
-        logprobs=token_logprobs(logits, sampled.token_ids) if Feature.LOGPROBS in features else None,
+        num_nans=num_nans,
+        failed_by_nan=failed_by_nan,
+        logprobs=sampled.logprobs,
         sampling_mask=sampled.sampling_mask,
+        scores=sampled.scores if return_scores else None,
     )
+    return output, sampled.updates

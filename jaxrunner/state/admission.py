@@ -16,10 +16,13 @@ from jaxrunner.errors import InvariantError
 from jaxrunner.state.block_writes import apply_block_writes, check_block_writes, no_block_writes
 from jaxrunner.state.codec import Layout
 from jaxrunner.state.fields import RECORD_WIDTH, REQUEST_FIELDS
+from jaxrunner.state.request_arrays import ArraySets, from_words, num_words, to_words
 from jaxrunner.state.request_lists import NO_WRITES
 from jaxrunner.state.runner_state import RunnerState
 
 ENTRIES_PER_CALL = 16
+ARRAY_WORDS_PER_CALL = 8192
+"""Words of request arrays that an admit executable takes up at most, unless one request alone has more."""
 
 
 @dataclasses.dataclass
@@ -27,7 +30,8 @@ class AdmitEntry:
     """row: state row. record: i32[RECORD_WIDTH] or None to leave it. tokens: known ids from position 0 on.
 
     block_writes: i32[N, 4], see `jaxrunner.state.block_writes`. list_writes: i32[N, 2], see
-    `jaxrunner.state.request_lists`; only with a record, which empties all lists of the row.
+    `jaxrunner.state.request_lists`; only with a record, which empties all lists of the row. arrays: name -> row of
+    `state.extras`, see `jaxrunner.state.request_arrays`; only with a record, which zeroes all others.
     """
 
     row: int
@@ -35,6 +39,11 @@ class AdmitEntry:
     tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     block_writes: np.ndarray = dataclasses.field(default_factory=no_block_writes)
     list_writes: np.ndarray = dataclasses.field(default_factory=lambda: NO_WRITES)
+    arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+ARRAYS = "extras/"
+"""Before the name of an array, that of its section."""
 
 
 def release_entry(row: int) -> AdmitEntry:
@@ -43,9 +52,17 @@ def release_entry(row: int) -> AdmitEntry:
 
 
 def admit_layout(
-    num_tokens: int, num_blocks: int, entries: int = ENTRIES_PER_CALL, *, num_list_writes: int = 0
+    num_tokens: int,
+    num_blocks: int,
+    entries: int = ENTRIES_PER_CALL,
+    *,
+    num_list_writes: int = 0,
+    custom: ArraySets = (),
 ) -> Layout:
-    """Room for so many tokens, block writes and list writes of all entries together."""
+    """Room for so many tokens, block writes and list writes of all entries together. custom: the state's, of whose
+    arrays there is room for as many entries as `entries_with_arrays` says."""
+    room = entries_with_arrays(custom)
+    arrays = [(ARRAYS + name, (room, words)) for name, words in num_words(custom).items()]
     return Layout(
         (
             ("num_block_writes", ()),
@@ -58,8 +75,14 @@ def admit_layout(
             ("block_writes", (num_blocks, 4)),
             ("num_list_writes", ()),
             ("list_writes", (num_list_writes, 3)),
+            *([("array_row", (room,)), *arrays] if arrays else []),
         )
     )
+
+
+def entries_with_arrays(custom: ArraySets) -> int:
+    """Entries with request arrays that one call takes."""
+    return max(1, min(ENTRIES_PER_CALL, ARRAY_WORDS_PER_CALL // max(1, sum(num_words(custom).values()))))
 
 
 def pack_admit(layout: Layout, entries: list[AdmitEntry]) -> np.ndarray:
@@ -67,12 +90,15 @@ def pack_admit(layout: Layout, entries: list[AdmitEntry]) -> np.ndarray:
     rewritten = [e.row for e in entries if e.record is not None]
     if len(set(rewritten)) != len(rewritten):
         raise InvariantError("two entries of one call rewrite the same row; their order would be undefined")
-    if any(len(e.list_writes) and e.record is None for e in entries):
-        raise InvariantError("an entry writes lists without a record; the lists of its row's request would stay")
+    if any((len(e.list_writes) or e.arrays) and e.record is None for e in entries):
+        raise InvariantError("an entry writes lists or arrays without a record; the others of its row would stay")
     writes = np.concatenate([e.block_writes for e in entries] or [no_block_writes()])
     lists = [np.insert(e.list_writes, 0, e.row, axis=1) for e in entries]
     check_block_writes(writes)
     zero = np.zeros(RECORD_WIDTH, np.int32)
+    with_arrays = [e for e in entries if e.arrays]
+    names = dict.fromkeys(name for e in with_arrays for name in e.arrays)
+    arrays = {ARRAYS + name: np.stack([to_words(e.arrays[name]) for e in with_arrays]) for name in names}
     return layout.pack(
         {
             "num_block_writes": len(writes),
@@ -85,6 +111,7 @@ def pack_admit(layout: Layout, entries: list[AdmitEntry]) -> np.ndarray:
             "block_writes": writes,
             "num_list_writes": sum(map(len, lists)),
             "list_writes": np.concatenate(lists or [np.zeros((0, 3), np.int32)]),
+            **({"array_row": [e.row for e in with_arrays], **arrays} if arrays else {}),
         }
     )
 
@@ -121,6 +148,12 @@ def apply_admit(state: RunnerState, packed: jax.Array, *, layout: Layout) -> Run
     extras = {
         name: value.at[rewritten].set(jnp.zeros((), value.dtype), mode="drop") for name, value in state.extras.items()
     }
+    if "array_row" in part:
+        row = jnp.where(part["array_row"] > 0, part["array_row"], out_of_range)
+        for section, words in part.items():
+            if section.startswith(ARRAYS):
+                old = extras[name := section.removeprefix(ARRAYS)]
+                extras[name] = old.at[row].set(from_words(words, old.shape[1:], old.dtype), mode="drop")
     return state.replace(
         requests=requests.replace(token_ids=token_ids),
         sampling=sampling,

@@ -26,6 +26,8 @@ class ListSizes:
     logit_bias: int = 300
     allowed_token_ids: int = 1024
     bad_words_tokens: int = 256
+    logprob_token_ids: int = 128
+    prompt_logprob_token_ids: int = 128
     replay_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -47,6 +49,8 @@ class ListSizes:
             "allowed_ids": self.allowed_token_ids,
             "bad_word_ids": self.bad_words_tokens,
             "bad_word_place": self.bad_words_tokens,
+            "logprob_ids": self.logprob_token_ids,
+            "prompt_logprob_ids": self.prompt_logprob_token_ids,
             "replay_ids": self.replay_tokens,
         }
         ends = np.cumsum([*widths.values()]).tolist()
@@ -71,6 +75,8 @@ def list_writes(params: SamplingParams, eos_token_ids: Sequence[int], sizes: Lis
         "allowed_ids": _ids(params.allowed_token_ids or ()),
         "bad_word_ids": _ids([token for word in words for token in word]),
         "bad_word_place": np.array([place for word in words for place in _places(len(word))], np.int32),
+        "logprob_ids": _ids(params.logprob_token_ids or ()),
+        "prompt_logprob_ids": _ids(params.prompt_logprob_token_ids or ()),
         "replay_ids": _ids(params.replay_token_ids or ()),
     }
     parts = []
@@ -113,6 +119,8 @@ def check_lists(
         "logit_bias": params.logit_bias or (),
         "allowed_token_ids": params.allowed_token_ids or (),
         "bad_words_token_ids": [token for word in words for token in word],
+        "logprob_token_ids": params.logprob_token_ids or (),
+        "prompt_logprob_token_ids": params.prompt_logprob_token_ids or (),
         "replay_token_ids": params.replay_token_ids or (),
     }
     for name, ids in named.items():
@@ -124,6 +132,8 @@ def check_lists(
         "logit_bias": "logit_bias",
         "allowed_token_ids": "allowed_token_ids",
         "bad_words_tokens": "bad_words_token_ids",
+        "logprob_token_ids": "logprob_token_ids",
+        "prompt_logprob_token_ids": "prompt_logprob_token_ids",
         "replay_tokens": "replay_token_ids",
     }.items():
         _check_room(where, size, f"ids in {name}", len(named[name]), getattr(sizes, size))

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
 from jaxrunner.errors import AdmissionError
 from jaxrunner.models.model import Model
+from jaxrunner.sampling.custom import CustomSampling
 from jaxrunner.state.block_tables import BlockTables, KVGroup, table_width
 from jaxrunner.state.fields import REQUEST_FIELDS, SAMPLING_FIELDS
 from jaxrunner.state.kv_cache import KVCache
 from jaxrunner.state.kv_dtype import kv_dtype
 from jaxrunner.state.kv_scales import Scales, initial_scales
+from jaxrunner.state.reports import DEFAULT_REPORTS, Reports
+from jaxrunner.state.request_arrays import current, empty_extras
 from jaxrunner.state.request_lists import DEFAULT_LIST_SIZES, ListSizes
 from jaxrunner.state.requests import RequestState
 from jaxrunner.state.sampling import SamplingState, ThinkingTokens
@@ -23,7 +27,8 @@ MAX_INT32 = 2**31 - 1
 
 
 class RunnerState(struct.PyTreeNode):
-    """requests, tables, sampling, kv: see their modules. extras: per-row arrays of later features, by name.
+    """requests, tables, sampling, kv: see their modules. extras: further per-row arrays by name, among them those of
+    the user's logits processors and sampler (`jaxrunner.state.request_arrays`).
 
     A state is a value: keeping one and stepping from it again replays the step. Once a runner that donates has
     consumed it, it is gone (`DonatedStateError`).
@@ -45,6 +50,12 @@ class RunnerState(struct.PyTreeNode):
         return self.requests.max_model_len
 
     @property
+    def request_values(self) -> dict[str, jax.Array]:
+        """Values of the arrays of the user's logits processors and sampler now, "owner.array" -> [R, *shape]."""
+        requests = self.requests
+        return current(self.extras, self.sampling.custom, jnp.arange(requests.num_rows), requests.total_len)
+
+    @property
     def num_draft_tokens(self) -> int:
         drafts = self.requests.draft_tokens
         return 0 if drafts is None else drafts.shape[1]
@@ -63,6 +74,9 @@ def init_state(
     num_draft_tokens: int = 0,
     list_sizes: ListSizes = DEFAULT_LIST_SIZES,
     thinking: ThinkingTokens | None = None,
+    reports: Reports = DEFAULT_REPORTS,
+    logits_processors: Any = (),
+    sampler: Any = None,
     groups: tuple[KVGroup, ...] | None = None,
 ) -> RunnerState:
     """An empty state.
@@ -76,7 +90,9 @@ def init_state(
     kv_scales: of an fp8 cache, [layers, 2], see `jaxrunner.state.kv_scales`; by default the checkpoint's, or else 1.
     num_draft_tokens: K, width of the draft table.
     list_sizes: how many stop ids, biases, allowed ids, ... a request may bring. thinking: how the model marks its
-    thinking, for requests with a thinking budget.
+    thinking, for requests with a thinking budget. reports: what steps give beside tokens.
+    logits_processors, sampler: functions of your own that will run over this state, see `jaxrunner.sampling.custom`;
+    it holds the arrays that they declare.
     groups: how layers share block tables; by default one group for each distinct sliding window.
 
     Every leaf is an array of its own, so the whole state may be donated. Raises AdmissionError for sizes that cannot
@@ -84,7 +100,7 @@ def init_state(
     """
     check_sizes(model, max_requests, max_model_len, block_size, blocks_per_kv_block)
     groups = groups or default_groups(model, block_size=block_size, blocks_per_kv_block=blocks_per_kv_block)
-    rows = max_requests + 1
+    rows, custom = max_requests + 1, CustomSampling.of(logits_processors, sampler).declared
     widths = [table_width(max_model_len, g.block_size, num_draft_tokens + 1) for g in groups]
     return RunnerState(
         requests=RequestState(
@@ -102,8 +118,11 @@ def init_state(
             lists=jnp.zeros((rows, list_sizes.width), jnp.int32),
             sizes=list_sizes,
             thinking=thinking,
+            reports=reports,
+            custom=custom,
         ),
         kv=init_kv_cache(model, groups, num_blocks, kv_cache_dtype=kv_cache_dtype, kv_scales=kv_scales),
+        extras=empty_extras(custom, rows),
     )
 
 

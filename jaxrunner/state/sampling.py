@@ -11,6 +11,8 @@ from jax import lax
 
 from jaxrunner.errors import AdmissionError
 from jaxrunner.state.fields import SAMPLING_COLUMN
+from jaxrunner.state.reports import DEFAULT_REPORTS, Reports
+from jaxrunner.state.request_arrays import ArraySets
 from jaxrunner.state.request_lists import DEFAULT_LIST_SIZES, ListSizes
 
 
@@ -36,13 +38,17 @@ class SamplingState(struct.PyTreeNode):
     """params: i32[R, len(SAMPLING_FIELDS)], floats bit-cast; see `jaxrunner.state.fields`.
 
     lists: i32[R, sizes.width], see `jaxrunner.state.request_lists`. None where no request can bring any.
-    sizes, thinking: static; how long the lists may be, and the ids around a model's thinking, if it has such.
+    sizes, thinking, reports: static; how long the lists may be, the ids around a model's thinking, if it has such, and
+    what is reported beside tokens. custom: static; what `RunnerState.extras` holds for the user's logits processors
+    and sampler.
     """
 
     params: jax.Array
     lists: jax.Array | None = None
     sizes: ListSizes = struct.field(pytree_node=False, default=DEFAULT_LIST_SIZES)
     thinking: ThinkingTokens | None = struct.field(pytree_node=False, default=None)
+    reports: Reports = struct.field(pytree_node=False, default=DEFAULT_REPORTS)
+    custom: ArraySets = struct.field(pytree_node=False, default=())
 
     @property
     def temperature(self) -> jax.Array:

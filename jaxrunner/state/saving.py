@@ -26,11 +26,13 @@ from jaxrunner.state.block_tables import KVGroup
 from jaxrunner.state.fields import RECORD_FIELDS
 from jaxrunner.state.kv_dtype import FLOAT8, FLOAT8_BYTES
 from jaxrunner.state.kv_dtype import NAMES as CACHE_DTYPES
+from jaxrunner.state.reports import Reports
+from jaxrunner.state.request_arrays import ArraySet, ArraySets, RequestArray
 from jaxrunner.state.request_lists import ListSizes
 from jaxrunner.state.runner_state import RunnerState, host_view, init_state
 from jaxrunner.state.sampling import ThinkingTokens
 
-FORMAT, FORMAT_VERSION = "jaxrunner.state", "1"
+FORMAT, FORMAT_VERSION = "jaxrunner.state", "2"
 EXTRAS = "extras/"
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -83,9 +85,11 @@ def load_state(path: str | Path, like: Model | RunnerState) -> RunnerState:
         )
     if (groups := _groups(metadata)) != template.tables.groups:
         raise CheckpointError(f"{path} has the KV-cache groups {groups}; expected {template.tables.groups}")
-    expected_lists = (template.sampling.sizes, template.sampling.thinking)
-    if (lists := (ListSizes(**json.loads(metadata["lists"])), _thinking(metadata))) != expected_lists:
-        raise CheckpointError(f"{path} has the list_sizes and thinking {lists}; expected {expected_lists}")
+    expected_static = {name: getattr(template.sampling, name) for name in ("sizes", "thinking", "reports")}
+    if (static := _sampling_static(metadata)) != expected_static:
+        raise CheckpointError(f"{path} has a sampler with {static}; expected {expected_static}")
+    if (custom := _custom(metadata)) != template.sampling.custom:
+        raise CheckpointError(f"{path} has the request arrays {custom}; expected {template.sampling.custom}")
     leaves = []
     for name, leaf in expected.items():
         found = (file.dtype(name), file.tensors[name].shape)
@@ -136,6 +140,8 @@ def _header(state: RunnerState, entries: Mapping[str, Any], checksums: Mapping[s
         "groups": json.dumps([dataclasses.asdict(group) for group in state.tables.groups]),
         "lists": json.dumps(dataclasses.asdict(state.sampling.sizes)),
         "thinking": json.dumps(state.sampling.thinking and dataclasses.asdict(state.sampling.thinking)),
+        "reports": json.dumps(dataclasses.asdict(state.sampling.reports)),
+        "custom": json.dumps([dataclasses.asdict(owned) for owned in state.sampling.custom]),
         "fields": json.dumps([field.name for field in RECORD_FIELDS]),
         "crc32": json.dumps({name: f"{value:08x}" for name, value in checksums.items()}),
     }
@@ -168,6 +174,7 @@ def _template(path: Path, file: SafetensorsFile, metadata: Mapping[str, str], mo
     if absent := {"requests/token_ids", *caches} - file.tensors.keys():
         raise CheckpointError(f"{path} does not have {', '.join(sorted(absent))}")
     rows, max_model_len = file.tensors["requests/token_ids"].shape
+    static = _sampling_static(metadata)
     drafts = file.tensors.get("requests/draft_tokens")
     made = jax.eval_shape(
         lambda: init_state(
@@ -178,8 +185,9 @@ def _template(path: Path, file: SafetensorsFile, metadata: Mapping[str, str], mo
             num_draft_tokens=drafts.shape[1] if drafts else 0,
             kv_cache_dtype=_cache_dtype(path, file, caches[0]),
             groups=groups,
-            list_sizes=ListSizes(**json.loads(metadata["lists"])),
-            thinking=_thinking(metadata),
+            list_sizes=static["sizes"],
+            thinking=static["thinking"],
+            reports=static["reports"],
         )
     )
     extras = {
@@ -187,7 +195,7 @@ def _template(path: Path, file: SafetensorsFile, metadata: Mapping[str, str], mo
         for name, entry in file.tensors.items()
         if name.startswith(EXTRAS)
     }
-    return made.replace(extras=extras)
+    return made.replace(extras=extras, sampling=made.sampling.replace(custom=_custom(metadata)))
 
 
 def _cache_dtype(path: Path, file: SafetensorsFile, cache: str) -> str:
@@ -200,9 +208,21 @@ def _cache_dtype(path: Path, file: SafetensorsFile, cache: str) -> str:
     return dtype.name
 
 
-def _thinking(metadata: Mapping[str, str]) -> ThinkingTokens | None:
-    found = json.loads(metadata["thinking"])
-    return ThinkingTokens(**found) if found else None
+def _sampling_static(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The static fields of the `SamplingState`."""
+    thinking = json.loads(metadata["thinking"])
+    return {
+        "sizes": ListSizes(**json.loads(metadata["lists"])),
+        "thinking": ThinkingTokens(**thinking) if thinking else None,
+        "reports": Reports(**json.loads(metadata["reports"])),
+    }
+
+
+def _custom(metadata: Mapping[str, str]) -> ArraySets:
+    return tuple(
+        ArraySet(owned["owner"], tuple(RequestArray(**array) for array in owned["arrays"]), owned["every_request"])
+        for owned in json.loads(metadata["custom"])
+    )
 
 
 def _groups(metadata: Mapping[str, str]) -> tuple[KVGroup, ...]:

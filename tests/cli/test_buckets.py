@@ -29,12 +29,13 @@ def test_a_configuration_without_weights_is_enough_and_what_is_made_is_kept(tmp_
     report = json.loads(first.stdout)
     assert report["ladder"]["mixed"] == [16]
     names = [row["executable"] for row in report["executables"]]
-    assert names == ["admit[64]", "begin mixed[t16/r2]", "finish[2]/greedy", "moves[64]", "decode[2x1]/greedy"]
+    halves = ["begin mixed[t16/r2]", "finish[2]/greedy", "moves[64]", "prompt[16]"]
+    assert names == ["admit[64]", *halves, "decode[2x1]/greedy"]
     assert all(row["trace_s"] > 0 < row["compile_s"] for row in report["executables"])
     again = run(*arguments)
     assert again.exit_code == 0, again.stderr
     assert "load s" in again.stdout
-    assert "5 executables, 0 misses" in again.stdout
+    assert "6 executables, 0 misses" in again.stdout
     again = json.loads(run(*arguments, "--json").stdout)
     assert all(row["load_s"] > 0 == row["compile_s"] for row in again["executables"])
 

@@ -1,11 +1,13 @@
 import json
 import os
+import re
 
 import pytest
 from typer.testing import CliRunner
 
 from jaxrunner.cli import app
 from tests.conftest import GOLDEN
+from tests.engine.byte_tokenizer import with_byte_tokenizer
 
 TINY = str(GOLDEN / "tiny" / "llama")
 GREEDY = json.loads((GOLDEN / "tiny" / "llama" / "golden.json").read_text())["greedy"]
@@ -59,6 +61,36 @@ def test_a_seed_decides_the_draws():
     )
     first, again, other = (run(*options, "--seed", seed).stdout for seed in (1, 1, 2))
     assert first == again != other
+
+
+@pytest.fixture(scope="module")
+def byte_model(tmp_path_factory):
+    return with_byte_tokenizer(tmp_path_factory.mktemp("checkpoint") / "llama")
+
+
+def test_an_output_fits_a_schema_or_a_regex(byte_model, tmp_path):
+    """And nothing is compiled while the text comes: a structured decode has other executables than a plain one."""
+    schema = tmp_path / "schema.json"
+    schema.write_text(
+        '{"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], '
+        '"additionalProperties": false, "x-guidance": {"whitespace_flexible": false}}'
+    )
+    result = run("aaaa", "--model", byte_model, "--json-schema", schema, "--max-tokens", 9)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout in ('{"a":1}\n', '{"a":22}\n')
+    assert "on demand" not in result.stderr
+    result = run("aaaa", "--model", byte_model, "--regex", "[ab]{3}", "--json")
+    assert json.loads(result.stdout)["finish_reason"] == "stop"
+    assert re.fullmatch("[ab]{3}", json.loads(result.stdout)["text"])
+
+
+def test_structures_that_cannot_be(byte_model, tmp_path):
+    result = run("a", "--model", byte_model, "--regex", "((")
+    assert result.exit_code == 1
+    assert "regex cannot be compiled" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    for options in (("--regex", "a", "--choice", "b"), ("--json-schema", tmp_path / "none.json")):
+        assert run("a", "--model", byte_model, *options).exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,15 @@ def test_ragged_rungs_halve_down_from_the_exact_maximum_():
     assert halves(512, 16, 1) == (512,)
 
 
-@pytest.mark.parametrize(("seqs", "rungs"), [(1, (1,)), (2, (1, 2)), (8, (1, 4, 8)), (256, (1, 16, 256))])
+@pytest.mark.parametrize(
+    ("seqs", "rungs"), [(1, (1,)), (2, (1, 2)), (8, (1, 4, 8)), (64, (1, 8, 64)), (256, (16, 256))]
+)
 def test_second_halves_exist_for_three_sizes(seqs, rungs):
-    assert Ladder.default(MODEL, max_num_seqs=seqs).finish == rungs
+    """Of many requests for two: a single one then runs among padding."""
+    ladder = Ladder.default(MODEL, max_num_seqs=seqs)
+    assert ladder.finish_rungs("greedy") == ladder.finish_rungs("random") == rungs
+    for tier in ("logprobs", "filtered", "constrained", "full"):
+        assert ladder.finish_rungs(tier) == (rungs if seqs < 64 else rungs[-2:])
 
 
 def test_pick_takes_the_smallest_that_fits():

@@ -117,5 +117,5 @@ def test_processes_are_for_gpus_that_they_can_lower_for(monkeypatch):
 def test_the_target_is_the_default_device_unless_it_is_described():
     device = jax.devices()[0]
     assert target().platform == device.platform
-    with tracing_for(Target("gpu", "9.0", 132)):
-        assert target() == ("gpu", "9.0", 132)
+    with tracing_for(Target("gpu", "9.0", 132, "NVIDIA H200")):
+        assert target() == ("gpu", "9.0", 132, "NVIDIA H200")

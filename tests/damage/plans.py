@@ -175,8 +175,8 @@ def _not_built(rng: np.random.Generator) -> Case:
     if rng.random() < 0.5:
         field = one_of(rng, ("pooling_params", "lora_request", "prompt_embeds", "mm_features"))
         return field, plan({"good": 1, "bad": 3}, [fresh(**{field: [1]})]), (field,)
-    cases = (("scheduled_spec_decode_tokens", {"good": [1]}), ("has_structured_output_requests", True))
-    cases += (
+    cases = (
+        ("scheduled_spec_decode_tokens", {"good": [1]}),
         ("num_spec_tokens_to_schedule", 3),
         ("kv_connector_metadata", {"a": 1}),
         ("scheduled_encoder_inputs", {"a": [1]}),

@@ -12,10 +12,9 @@ from jaxrunner.host_runner.runner import row_bank
 from jaxrunner.host_runner.sampling_metadata import SamplingMetadata
 from jaxrunner.host_runner.staging import StagingBuffer
 from jaxrunner.state.block_tables import KVGroup
-from jaxrunner.state.request_lists import ListSizes
 from tests.oracle.input_prep import input_prep
 
-SIZES = HostSizes((KVGroup((0,), None, 4), KVGroup((1,), 6, 8)), 40, ListSizes(1, 0, 0, 0, 0))
+SIZES = HostSizes((KVGroup((0,), None, 4), KVGroup((1,), 6, 8)), 40)
 MIXED, DECODE = Bucket("mixed", 24, 8, 24), Bucket("decode", 8, 8)
 
 
@@ -24,7 +23,8 @@ def random_rows(rng: np.random.Generator, counts: list[int]) -> RowBank:
     for row, count in enumerate(counts):
         rows.scheduled[row] = count
         rows.computed[row] = rng.integers(0, SIZES.max_model_len - count + 1)
-        rows.prefill_len[row] = rng.integers(1, SIZES.max_model_len)
+        rows.prefill_len[row] = rows.known[row] = rng.integers(1, SIZES.max_model_len)
+        rows.number[row] = rng.integers(1, 9)
         rows.prompt_len[row] = rng.integers(1, rows.prefill_len[row] + 1)
         for g, (group, columns) in enumerate(zip(SIZES.groups, SIZES.columns, strict=True)):
             rows.num_blocks[row, g] = -(-(rows.computed[row] + count) // group.block_size)
@@ -72,8 +72,8 @@ def test_arrays_equal_the_loops(bucket, counts):
             np.testing.assert_array_equal(part["block_table"][:, columns], expected["block_table"][g])
         starts = np.concatenate([[0], np.cumsum(counts), [sum(counts)] * (bucket.num_reqs - n)])
         np.testing.assert_array_equal(part["query_start_loc"], starts)
-        samples = rows.computed[:n] + counts >= rows.prefill_len[:n]
-        assert part["samples"].tolist() == [*samples.astype(int)] + [0] * (bucket.num_reqs - n)
+        for name, field in {"total_len": "known", "prompt_len": "prompt_len", "number": "number"}.items():
+            assert part[name].tolist() == [*getattr(rows, field)[:n]] + [0] * (bucket.num_reqs - n)
         assert int(part["num_reqs"]) == n
 
 

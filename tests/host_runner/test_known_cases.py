@@ -39,7 +39,7 @@ def test_k010_the_row_that_a_move_leaves_is_empty(host):
     run(host, plan({"a": 2, "b": 2}, [new("a", [3, 4], [1]), new("b", [3, 4], [2], ONLY_5)]))
     host.execute_model(plan({}, finished_req_ids={"a"}))
     assert host.rows == {"b": 0}
-    assert not host.constraints.lists[1].any()
+    assert not host.lists.lists[1].any()
     assert not host.batch.rows.sampling[1].any()
     free = run(host, plan({"c": 2, "b": 1}, [new("c", [3, 4], [3])]))
     assert free["b"] == [5]

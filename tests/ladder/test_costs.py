@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from jaxrunner.compile.buckets import TIERS
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.errors import AdmissionError
 from jaxrunner.ladder.costs import MEASURED, PEER, Costs, Curve, shipped
@@ -82,10 +83,10 @@ def test_void_and_failed_rows_do_not_count():
 
 
 def test_start_up_of_executables():
-    """Two decodes, each fused and as a first half, one ragged; then 1 rung of 5 tiers and 4 of admission."""
+    """Two decodes, each fused and as a first half, one ragged; then 1 rung a tier, admissions, moves, prompts."""
     scheme = Buckets("b", Ladder((1, 9), (64,), (9,)))
     seconds, held = costs().start_up(scheme)
-    assert seconds == pytest.approx(2 * (5 + 7) + 9 + 9 * 0.5)
+    assert seconds == pytest.approx(2 * (5 + 7) + 9 + (len(TIERS) + 5) * 0.5)
     assert held == pytest.approx(2 * (10 + 12) + 14 + 50)
 
 

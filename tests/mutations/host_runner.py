@@ -37,11 +37,12 @@ PADDED = (
             (GARBAGE,),
         )
         for name, value in {
-            "seq_lens": "ends, 0",
-            "samples": "ends >= rows.prefill_len[:num_reqs], 0",
+            "seq_lens": "computed + counts, 0",
+            "total_len": "rows.known[:num_reqs], 0",
             "newest_row": "newest_row, NONE",
             "logits_indices": "starts[1 : num_reqs + 1] - 1, 0",
             "prompt_len": "metadata.prompt_len, 0",
+            "number": "metadata.number, 0",
             "params": "metadata.params, 0",
             "positions": "positions, 0",
         }.items()
@@ -129,15 +130,15 @@ ROWS = (
     Mutation(
         "host runner: a token of the step before from the row of today",
         PACKAGE + "runner.py",
-        "np.where(is_awaited, rows.flight_row[:num_reqs, self._column], NONE)",
-        "np.where(is_awaited, np.arange(num_reqs), NONE)",
+        "rows.flight_row[: metadata.num_reqs, self._column]",
+        "np.where(rows.flight_row[: metadata.num_reqs, self._column] == NONE, NONE, np.arange(metadata.num_reqs))",
         ("tests/host_runner/test_same_tokens.py::test_random_lives_of_sampled_requests[1-2]",),
     ),
     Mutation(
         "host runner: a step without a token counts",
         PACKAGE + "runner.py",
-        "            self._undo(flown[(ends != NONE) & ~got])\n",
-        "",
+        "self._undo(flown[np.asarray(output.failed)[places]])",
+        "pass",
         (CASES + "test_a_request_without_an_id_left_is_as_before_although_a_later_step_was_launched",),
     ),
     Mutation(

@@ -322,8 +322,8 @@ RANDOMNESS = (
     Mutation(
         "random: two streams are one",
         "sampling/random.py",
-        "TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)",
-        "TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 1",
+        "TARGET, DRAFT, ACCEPT, RESIDUAL, USER = range(5)",
+        "TARGET, DRAFT, ACCEPT, RESIDUAL, USER = 0, 1, 2, 1, 4",
         (RANDOM + "test_streams_are_independent",),
     ),
     Mutation(
@@ -350,23 +350,23 @@ RANDOMNESS = (
     Mutation(
         "sampler: greedy rows of a random batch are drawn",
         "sampling/sampler.py",
-        "tokens = jnp.where(is_greedy, tokens, jnp.argmax(scores + noise, axis=-1).astype(jnp.int32))",
-        "tokens = jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)",
+        "tokens = jnp.where(is_greedy, tokens, drawn)",
+        "tokens = drawn",
         (SAMPLER + "test_greedy_rows_in_a_random_batch_are_exact",),
         fast=True,
     ),
     Mutation(
         "sampler: the maximum is not subtracted",
         "sampling/temperature.py",
-        "shifted = logits - jnp.where(jnp.isfinite(highest), highest, 0.0)",
-        "shifted = logits",
+        "divide(logits - jnp.where(jnp.isfinite(highest), highest, 0.0), temperature)",
+        "divide(logits, temperature)",
         (SAMPLER + "test_k050_tiny_temperatures_take_the_best[1.1e-05]",),
     ),
     Mutation(
         "sampler: the temperature multiplies",
         "sampling/temperature.py",
-        "shifted / jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]",
-        "shifted * jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]",
+        "logits / jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]",
+        "logits * jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]",
         (SAMPLER + "test_draws_have_the_softmax_distribution[0.4]", ORACLE_DECODE),
     ),
 )
@@ -452,6 +452,83 @@ ROW_FIELDS = (
         'row = jnp.where((index < total) & (part["num_entries"] > 0), part["row"][entry], out_of_range)',
         'row = part["row"][entry]',
         (ADMISSION + "test_ragged_prompts_equal_a_loop[0]",),
+    ),
+)
+
+CUSTOM_OPS, CUSTOM_STEP = "tests/sampling/test_custom.py::", "tests/stages/test_custom.py::"
+CUSTOM_RUNNER = "tests/runner/test_custom.py::"
+CUSTOM = (
+    Mutation(
+        "custom: keys of a processor are those of the draw",
+        "sampling/random.py",
+        "TARGET, DRAFT, ACCEPT, RESIDUAL, USER = range(5)",
+        "TARGET, DRAFT, ACCEPT, RESIDUAL, USER = 0, 1, 2, 3, 0",
+        (RANDOM + "test_streams_are_independent",),
+    ),
+    Mutation(
+        "custom: a processor brings back what was forbidden",
+        "sampling/custom.py",
+        "changes, asks = logits != -jnp.inf, self.asks(values)",
+        "changes, asks = jnp.ones(logits.shape, bool), self.asks(values)",
+        (CUSTOM_OPS + "test_a_processor_stands_between_bad_words_and_the_thinking_budget",),
+    ),
+    Mutation(
+        "custom: rows that do not ask are processed",
+        "sampling/custom.py",
+        "            changes &= asks[:, None]",
+        "            pass",
+        (CUSTOM_OPS + "test_rows_that_do_not_ask_keep_every_bit", CUSTOM_RUNNER + "test_neighbours_do_not_notice"),
+    ),
+    Mutation(
+        "custom: rows that do not ask are updated",
+        "sampling/custom.py",
+        "new = jnp.where(asks.reshape(-1, *[1] * (new.ndim - 1)), new, old)",
+        "pass",
+        (CUSTOM_STEP + "test_a_request_stops_where_the_running_mean_of_its_entropy_says",),
+    ),
+    Mutation(
+        "custom: a sampler may take a dropped id",
+        "sampling/custom.py",
+        "is_lost = ~is_id | (score == -jnp.inf)",
+        "is_lost = ~is_id",
+        (CUSTOM_OPS + "test_a_sampler_replaces_the_draw_of_those_who_ask",),
+    ),
+    Mutation(
+        "custom: arrays of rows that sampled nothing are updated",
+        "stages/commit.py",
+        "rows = jnp.where(num_sampled > 0, requests.idx_mapping, state.requests.num_rows)",
+        "rows = requests.idx_mapping",
+        (
+            CUSTOM_RUNNER + "test_k012_a_stateful_processor_counts_tokens_and_survives_a_preemption",
+            CUSTOM_RUNNER + "test_a_sampler_that_takes_no_id_fails_its_request_alone",
+        ),
+    ),
+    Mutation(
+        "custom: only the newest value is kept",
+        "state/request_arrays.py",
+        "name: extras[name].at[rows, num_tokens % GENERATIONS].set(value",
+        "name: extras[name].at[rows].set(value[:, None]",
+        (
+            CUSTOM_OPS + "test_updates_reach_rows_that_sampled_and_the_value_before_stays",
+            CUSTOM_RUNNER + "test_a_token_that_was_on_its_way_at_a_preemption_counts_once",
+        ),
+    ),
+    Mutation(
+        "custom: a request comes back with the arrays of a new one",
+        "runner/device_runner.py",
+        "len(tokens), self._kept.values(request))",
+        "len(tokens))",
+        (
+            CUSTOM_RUNNER + "test_k012_a_stateful_processor_counts_tokens_and_survives_a_preemption",
+            CUSTOM_RUNNER + "test_requests_that_are_preempted_again_and_again_lose_no_count[1]",
+        ),
+    ),
+    Mutation(
+        "custom: arrays of padding entries are admitted",
+        "state/admission.py",
+        'row = jnp.where(part["array_row"] > 0, part["array_row"], out_of_range)',
+        'row = part["array_row"]',
+        (CUSTOM_OPS + "test_unused_places_of_an_upload_write_no_array",),
     ),
 )
 
@@ -546,7 +623,7 @@ CONSTRAINTS = (
     Mutation(
         "step: a row without an id left has computed its tokens",
         "stages/step.py",
-        "undone = None if output.no_id_left is None else jnp.where(output.no_id_left, requests.query_lens, 0)",
+        "undone = None if output.failed is None else jnp.where(output.failed, requests.query_lens, 0)",
         "undone = None",
         (BY_HAND + "test_rows_that_nothing_is_left_for_stop_alone",),
     ),
@@ -657,8 +734,8 @@ CACHE = (
     Mutation(
         "cache: another user's file is read",
         "compile/private_files.py",
-        'if found.st_uid != os.geteuid():\n            raise PermissionError(f"{path.name} belongs',
-        'if False:\n            raise PermissionError(f"{path.name} belongs',
+        "if found.st_uid != os.geteuid():",
+        "if False:",
         (CACHE_TESTS + "test_another_users_entry_is_not_used",),
     ),
     Mutation(
@@ -677,6 +754,184 @@ CACHE = (
     ),
 )
 
+GRAMMAR = "tests/runner/test_grammar.py::"
+STRUCTURED = "tests/engine/test_structured_outputs.py::"
+GRAMMARS = (
+    Mutation(
+        "grammar: rows without a mask may take nothing",
+        "runner/grammar.py",
+        "np.full((num_rows, num_words(vocab_size)), ~np.uint32(0), np.uint32)",
+        "np.zeros((num_rows, num_words(vocab_size)), np.uint32)",
+        (GRAMMAR + "test_k072_a_plain_request_beside_a_structured_one_is_free",),
+    ),
+    Mutation(
+        "grammar: masks are those of the first rows",
+        "runner/grammar.py",
+        "rows = [place[req_id] for req_id in grammar_output.structured_output_request_ids]",
+        "rows = [i for i, _ in enumerate(grammar_output.structured_output_request_ids)]",
+        (GRAMMAR + "test_k070_a_mask_finds_its_row_by_its_request",),
+    ),
+    Mutation(
+        "grammar: ids past a narrow mask may be taken",
+        "runner/grammar.py",
+        "bitmask[rows] = 0",
+        "bitmask[rows] = ~np.uint32(0)",
+        (GRAMMAR + "test_k071_a_wider_mask_is_cut_and_a_narrower_one_forbids_the_rest",),
+    ),
+    Mutation(
+        "grammar: a structured decode is fused",
+        "compile/programs.py",
+        "bucket.num_reqs <= FUSED_REQS and not has_grammar and not",
+        "bucket.num_reqs <= FUSED_REQS and not",
+        (GRAMMAR + "test_k070_a_mask_finds_its_row_by_its_request",),
+    ),
+    Mutation(
+        "grammar: a mask without an id gives the first id",
+        "stages/sample.py",
+        "no_id_left = ~is_allowed(grammar_bitmask, sampled.token_ids)",
+        "no_id_left = jnp.zeros_like(samples)",
+        (GRAMMAR + "test_a_request_whose_mask_leaves_no_id_fails_alone[params0]",),
+    ),
+    Mutation(
+        "host rows: a row stays structured",
+        "runner/host_rows.py",
+        "self.is_structured[row] = params.structured_outputs is not None",
+        "self.is_structured[row] |= params.structured_outputs is not None",
+        (GRAMMAR + "test_a_plain_request_in_the_row_of_a_structured_one_needs_no_mask",),
+    ),
+    Mutation(
+        "columns: a slot stays structured",
+        "engine/scheduler.py",
+        "columns.structured[slot] = request.grammar is not None",
+        "columns.structured[slot] |= request.grammar is not None",
+        (STRUCTURED + "test_masks_are_filled_while_the_forward_pass_runs",),
+    ),
+    Mutation(
+        "engine: a mask does not wait for the token before it",
+        "engine/llm.py",
+        "while plan.pending_structured_output_tokens and self._in_flight:",
+        "while False:",
+        (STRUCTURED + "test_masks_are_filled_while_the_forward_pass_runs",),
+    ),
+    Mutation(
+        "grammar: a request that no id ends may end",
+        "engine/grammar.py",
+        "elif not self._may_end:",
+        "elif False:",
+        ("tests/engine/test_grammar.py::test_without_an_end_id_the_grammar_is_over_when_nothing_may_follow",),
+    ),
+)
+
+NAN = "tests/stages/test_nan_logits.py::"
+SORTED = "tests/sampling/test_best_ids.py::"
+MODES = "tests/sampling/test_logprobs_modes.py::test_a_batch_reports_what_each_row_asks_for"
+RAW = "tests/sampling/test_logprobs_modes.py::test_raw_numbers_are_of_the_models_own_logits"
+PROMPTS = "tests/runner/test_prompt_logprobs.py::"
+CHUNKED = PROMPTS + "test_every_chunking_gives_the_scores_of_the_whole_prompt[chunks1]"
+LOGPROBS = (
+    Mutation(
+        "nans: those of padding are counted",
+        "sampling/nans.py",
+        "jnp.where(is_live, jnp.sum(jnp.isnan(logits), axis=1, dtype=jnp.int32), 0)",
+        "jnp.sum(jnp.isnan(logits), axis=1, dtype=jnp.int32) + 0 * is_live",
+        (NAN + "test_counting_changes_no_token",),
+    ),
+    Mutation(
+        "sample: a row with NaN gets a token although it fails",
+        "stages/sample.py",
+        "samples &= ~failed_by_nan",
+        "pass",
+        (NAN + "test_a_failing_row_is_as_it_was_before_the_step",),
+    ),
+    Mutation(
+        "best_ids: what is past the end of the row has a score",
+        "sampling/best_ids.py",
+        'kept = jnp.take_along_axis(kept, place, axis=1, mode="fill", fill_value=-jnp.inf)',
+        'kept = jnp.take_along_axis(kept, place, axis=1, mode="fill", fill_value=0)',
+        (SORTED + "test_the_best_at_the_ends_of_chunks_and_of_the_row[10241]",),
+    ),
+    Mutation(
+        "best_ids: among equals the higher id is better",
+        "sampling/best_ids.py",
+        "(other == own) & (place < place[:, None])",
+        "(other == own) & (place > place[:, None])",
+        (SORTED + "test_equal_to_a_stable_sort", SORTED + "test_the_best_at_the_ends_of_chunks_and_of_the_row[641]"),
+    ),
+    Mutation(
+        "logprobs: raw modes show processed logits",
+        "sampling/sampler.py",
+        "if params.reports.is_processed else raw",
+        "if params.reports.is_processed else scores",
+        (RAW + "[raw_logprobs]", RAW + "[raw_logits]"),
+    ),
+    Mutation(
+        "logprobs: an unused place of a list has a number",
+        "sampling/logprobs.py",
+        "jnp.where(listed > 0, of_listed, -jnp.inf)",
+        "of_listed + 0 * listed",
+        ("tests/sampling/test_logprobs.py::test_places_of_a_list_that_are_not_used_have_no_number",),
+    ),
+    Mutation(
+        "columns: listed ids stay behind the best that nobody asked for",
+        "runner/logprob_columns.py",
+        "place - asked[:, None] - 1 + have",
+        "place",
+        (MODES + "[raw_logprobs]",),
+    ),
+    Mutation(
+        "prompts: a token is scored by its own logits",
+        "runner/prompt_reports.py",
+        "computed[owner] + offset + 1",
+        "computed[owner] + offset",
+        (CHUNKED, PROMPTS + "test_requests_in_one_step_get_what_each_asked_for"),
+    ),
+    Mutation(
+        "prompts: all tokens are taken for the batch's first",
+        "runner/prompt_reports.py",
+        "AskedTokens(starts[owner] + offset,",
+        "AskedTokens(offset,",
+        (PROMPTS + "test_requests_in_one_step_get_what_each_asked_for",),
+    ),
+    Mutation(
+        "prompts: a resumed request is scored again",
+        "runner/prompt_reports.py",
+        "if params.scores_prompt and num_tokens == prompt_len else 0",
+        "if params.scores_prompt else 0",
+        (PROMPTS + "test_k068_a_prompt_that_is_evicted_between_chunks_is_scored_whole",),
+    ),
+    Mutation(
+        "prompts: a one-token chunk runs as a decode, which keeps no tokens",
+        "compile/ladder.py",
+        "uniform = None if inputs.keeps_tokens else inputs.uniform_query_len",
+        "uniform = inputs.uniform_query_len",
+        (CHUNKED,),
+    ),
+    Mutation(
+        "rows: listed ids of the last owner are counted",
+        "runner/host_rows.py",
+        "self.num_listed[row] = self.num_prompt_scores[row] = 0",
+        "self.num_prompt_scores[row] = 0",
+        (PROMPTS + "test_a_row_forgets_what_its_last_owner_asked_for",),
+    ),
+    Mutation(
+        "scheduler: a prompt that is to be scored takes cached blocks",
+        "engine/scheduler.py",
+        "usable = 0 if request.runs_whole_prompt else len(tokens) - 1",
+        "usable = len(tokens) - 1",
+        ("tests/engine/test_prompt_logprobs.py::test_k067_a_cached_prompt_is_scored_like_a_new_one",),
+    ),
+)
+
 MUTATIONS: tuple[Mutation, ...] = (
-    PADDING + RANDOMNESS + ROW_FIELDS + CONSTRAINTS + FLOAT8 + LADDERS + CACHE + HOST_RUNNER
+    *PADDING,
+    *RANDOMNESS,
+    *ROW_FIELDS,
+    *CUSTOM,
+    *CONSTRAINTS,
+    *FLOAT8,
+    *LADDERS,
+    *CACHE,
+    *GRAMMARS,
+    *LOGPROBS,
+    *HOST_RUNNER,
 )

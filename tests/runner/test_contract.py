@@ -48,7 +48,7 @@ def test_sample_tokens_without_a_step_raises(runner):
 @both_runners
 def test_a_mask_for_a_step_that_needs_none_raises_and_the_step_survives(runner):
     runner.execute_model(plan({"a": 3}, [new("a", [5, 6, 7], [1])]))
-    with pytest.raises(NotBuiltError, match="structured output"):
+    with pytest.raises(AdmissionError, match=r"'a'.*no structured_outputs"):
         runner.sample_tokens(GrammarOutput(["a"], np.zeros((1, 8), np.int32)))
     assert len(runner.sample_tokens().sampled_token_ids[0]) == 1
 
@@ -108,8 +108,6 @@ def test_encoder_only_output_lists_the_requests():
         ("scheduled_spec_decode_tokens", {"a": [1]}),
         ("scheduled_encoder_inputs", {"a": [0]}),
         ("free_encoder_mm_hashes", ["h"]),
-        ("has_structured_output_requests", True),
-        ("pending_structured_output_tokens", True),
         ("num_invalid_spec_tokens", {"a": 1}),
         ("num_spec_tokens_to_schedule", 2),
         ("kv_connector_metadata", object()),
@@ -156,6 +154,7 @@ def test_every_contract_field_is_acted_on_or_refused():
         "kv_cache_block_copies",
     }
     hints = {"num_common_prefix_blocks", "scheduled_encoder_input_stats"}  # a cascade hint and a statistic
+    hints |= {"has_structured_output_requests", "pending_structured_output_tokens"}  # for the engine; a runner checks
     fields = {f.name for f in dataclasses.fields(SchedulerOutput)}
     assert fields == acted_on | hints | set(NOT_BUILT_STEP_FIELDS)
     request_fields = {f.name for f in dataclasses.fields(type(new("a", [1], [1])))}

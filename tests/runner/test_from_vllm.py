@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrunner import SamplingParams, prepare_inputs
+from jaxrunner import SamplingParams, StructuredOutputsParams, prepare_inputs
 from jaxrunner.errors import NotBuiltError
 from jaxrunner.runner.from_vllm import scheduler_output_from_vllm
 from tests.runner.plans import run
@@ -88,11 +88,26 @@ def test_parameters_carry_over():
     assert so.scheduled_new_reqs[0].sampling_params == SamplingParams(temperature=0.7, seed=3, max_tokens=20)
     fields = dict(top_p=0.9, top_k=40, min_p=0.1, min_tokens=2, logprobs=3, stop=["x"], include_stop_str_in_output=True)
     fields |= dict(presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2, logit_bias={3: 1.0})
+    fields |= dict(logprob_token_ids=[7], prompt_logprobs=-1, prompt_logprob_token_ids=[8, 9])
     fields |= dict(allowed_token_ids=[3, 4], bad_words_token_ids=[[3, 4]], thinking_token_budget=5)
     source = recorded(0)
     source.scheduled_new_reqs[0].sampling_params = vllm_params(**fields)
     params = scheduler_output_from_vllm(source).scheduled_new_reqs[0].sampling_params
     assert params == SamplingParams(temperature=0.7, seed=3, max_tokens=20, **fields)
+
+
+def test_structured_outputs_carry_over():
+    """vLLM's object holds the name of its backend and other things as well."""
+    other = dict(json=None, regex=None, grammar=None, json_object=None, disable_fallback=False, _backend="guidance")
+    other |= dict(disable_any_whitespace=False, whitespace_pattern=None, disable_additional_properties=False)
+    source = recorded(0)
+    given = vllm_params(structured_outputs=SimpleNamespace(choice=["a", "b"], structural_tag=None, **other))
+    source.scheduled_new_reqs[0].sampling_params = given
+    params = scheduler_output_from_vllm(source).scheduled_new_reqs[0].sampling_params
+    assert params.structured_outputs == StructuredOutputsParams(choice=("a", "b"))
+    given.structured_outputs = SimpleNamespace(structural_tag="{}", choice=None, **other)
+    with pytest.raises(NotBuiltError, match="structural_tag"):
+        scheduler_output_from_vllm(source)
 
 
 @pytest.mark.parametrize("field", ["encoder_input_updates", "has_sync_kv_loads", "aux_output_connector_metadata"])
@@ -101,7 +116,7 @@ def test_fields_of_newer_releases_are_refused_by_name(field):
         scheduler_output_from_vllm(recorded(0, **{field: {"a": 1}}))
 
 
-@pytest.mark.parametrize(("name", "value"), [("prompt_logprobs", 1), ("extra_args", {"x": 1}), ("n", 2)])
+@pytest.mark.parametrize(("name", "value"), [("logits_processors", [print]), ("n", 2)])
 def test_a_parameter_that_is_not_built_is_refused_by_name(name, value):
     source = recorded(0)
     source.scheduled_new_reqs[0].sampling_params = vllm_params(**{name: value})

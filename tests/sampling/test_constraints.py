@@ -21,7 +21,7 @@ ROWS, VOCAB, WIDTH = 4, 7, 12
 EOS = (2, 5)
 MARKS = {"start": (3, 4), "end": (5,), "forced_end": (0, 1, 5)}
 THINKING = ThinkingTokens(**MARKS)
-run = jax.jit(lambda *args: (out := constrain(*args), has_no_id(out)))
+run = jax.jit(lambda *args: (out := constrain(*args)[0], has_no_id(out)))
 sample = jax.jit(lambda *args: sample_tokens(*args[:3], tier="full", history=args[3]))
 
 
@@ -170,7 +170,7 @@ def test_the_ends_of_the_vocabulary_can_be_allowed_biased_banned_and_forced(toke
         {"thinking_token_budget": 0},
     ]
     logits, state, position, history = inputs(np.zeros((4, VOCAB)), requests, [[1], [1], [1], [3, 4]], [1, 1, 1, 2])
-    result = np.asarray(jax.jit(constrain)(logits, state.replace(thinking=marks), position, history))
+    result = np.asarray(jax.jit(constrain)(logits, state.replace(thinking=marks), position, history)[0])
     assert np.flatnonzero(result[0] == 0).tolist() == np.flatnonzero(result[1] == 3).tolist() == [token]
     assert np.flatnonzero(result[2] == -np.inf).tolist() == np.flatnonzero(result[3] == 1e9).tolist() == [token]
 

@@ -43,7 +43,7 @@ STATE = sampling_state([parameters(name) for name in NAMES])
 
 @jax.jit
 def filtered(logits, position, history):
-    logits = constrain(logits, STATE, position, history)
+    logits, _ = constrain(logits, STATE, position, history)
     return apply_filters(scale(logits, STATE.temperature), STATE)
 
 

@@ -14,22 +14,29 @@ import pytest
 from jaxrunner import SamplingParams
 from jaxrunner.contract import LogprobsLists
 from jaxrunner.engine.logprobs import token_logprobs as entry_of
-from jaxrunner.runner.output import AsyncOutput
-from jaxrunner.sampling.logprobs import MAX_LOGPROBS, token_logprobs
+from jaxrunner.runner.output import Asked, AsyncOutput
+from jaxrunner.sampling.logprobs import token_logprobs
 from jaxrunner.stages.sample import StepOutput
+from jaxrunner.state.reports import DEFAULT_REPORTS, Reports
 from tests.conftest import GOLDEN
 
-run = jax.jit(token_logprobs, static_argnames="num_best")
+compiled = jax.jit(token_logprobs, static_argnames="reports")
 
 
-def lists(logits, sampled, num_logprobs, has_token=None) -> LogprobsLists | None:
+def run(logits, chosen, reports=DEFAULT_REPORTS, listed=()):
+    """listed: ids that every row names."""
+    named = np.broadcast_to(np.array(listed, np.int32) + 1, (len(logits), len(listed)))
+    return compiled(jnp.asarray(logits, jnp.float32), jnp.asarray(chosen, jnp.int32), jnp.asarray(named), reports)
+
+
+def lists(logits, sampled, num_logprobs, has_token=None, reports=DEFAULT_REPORTS) -> LogprobsLists | None:
     """What a runner hands out for these logits and sampled ids."""
-    logits, sampled = jnp.asarray(logits, jnp.float32), jnp.asarray(sampled, jnp.int32)
-    found = run(logits, sampled, num_best=MAX_LOGPROBS)
+    sampled = jnp.asarray(sampled, jnp.int32)
+    found = run(logits, sampled, reports)
     ids = sampled if has_token is None else jnp.where(jnp.asarray(has_token), sampled, -1)
     output = StepOutput(ids[:, None], (ids >= 0).astype(jnp.int32), found)
-    names = [f"r{i}" for i in range(len(logits))]
-    return AsyncOutput(names, output, np.array(num_logprobs)).get_output().logprobs
+    asked = Asked.nothing(len(logits))._replace(num_logprobs=np.array(num_logprobs))
+    return AsyncOutput([f"r{i}" for i in range(len(logits))], output, asked).get_output().logprobs
 
 
 def entries(logits, sampled, count) -> list[dict[int, tuple[float, int]]]:
@@ -37,20 +44,6 @@ def entries(logits, sampled, count) -> list[dict[int, tuple[float, int]]]:
     found = lists(logits, sampled, [count] * len(sampled))
     rows = [entry_of(found, row, count, None) for row in range(len(sampled))]
     return [{token: (e.logprob, e.rank) for token, e in row.items()} for row in rows]
-
-
-def test_log_softmax_and_ranks_in_numpy():
-    rng = np.random.default_rng(0)
-    logits = (rng.normal(size=(16, 300)) * 5).astype(np.float32)
-    sampled = rng.integers(0, 300, 16)
-    found = run(jnp.asarray(logits), jnp.asarray(sampled, jnp.int32), num_best=20)
-    exact = logits.astype(np.float64)
-    exact -= np.log(np.exp(exact).sum(-1, keepdims=True))
-    order = np.argsort(-exact, axis=-1, kind="stable")[:, :20]
-    np.testing.assert_array_equal(found.logprob_token_ids, np.concatenate([sampled[:, None], order], 1))
-    np.testing.assert_allclose(found.logprobs, np.take_along_axis(exact, found.logprob_token_ids, 1), atol=2e-6)
-    rank = (exact >= np.take_along_axis(exact, sampled[:, None], 1)).sum(-1)
-    np.testing.assert_array_equal(found.sampled_token_ranks, rank)
 
 
 def test_k064_a_sampled_id_is_listed_once_and_keeps_its_rank():
@@ -61,7 +54,7 @@ def test_k064_a_sampled_id_is_listed_once_and_keeps_its_rank():
 
 
 def test_k064_the_best_ids_of_a_row_are_distinct_under_ties():
-    found = run(jnp.zeros((2, 50)), jnp.array([7, 49]), num_best=20)
+    found = run(jnp.zeros((2, 50)), jnp.array([7, 49]))
     assert found.logprob_token_ids[:, 1:].tolist() == [list(range(20))] * 2
     assert found.sampled_token_ranks.tolist() == [50, 50]  # ids at least as probable
 
@@ -78,7 +71,7 @@ def test_k065_zero_gives_the_sampled_token_alone_and_none_gives_nothing():
 def test_k066_logarithms_not_probabilities():
     (row,) = entries([[0, 0]], [0], 2)
     assert [value for value, _ in row.values()] == pytest.approx([-math.log(2)] * 2, abs=1e-6)
-    values = np.asarray(run(jax.random.normal(jax.random.key(1), (8, 40)) * 50, jnp.zeros(8, jnp.int32)).logprobs)
+    values = np.asarray(run(np.random.default_rng(1).normal(size=(8, 40)) * 50, np.zeros(8)).logprobs)
     assert (values <= 0).all()
 
 
@@ -92,6 +85,13 @@ def test_each_request_gets_the_columns_it_asked_for():
     assert found.slice_request(3, 1).logprob_token_ids.tolist() == [[4, -1, -1, -1, -1, -1]]
 
 
+def test_places_of_a_list_that_are_not_used_have_no_number():
+    named = jnp.array([[0, 3, 0], [1, 0, 0]], jnp.int32)  # ids + 1
+    found = compiled(jnp.zeros((2, 4)), jnp.zeros(2, jnp.int32), named, DEFAULT_REPORTS)
+    assert found.listed_ids.tolist() == [[-1, 2, -1], [0, -1, -1]]
+    np.testing.assert_allclose(jnp.exp(found.listed_logprobs), [[0, 0.25, 0], [0.25, 0, 0]], rtol=1e-6)
+
+
 def test_a_small_vocabulary_has_fewer_columns():
     assert [len(row) for row in entries([[4, 3, 2, 1]], [0], 20)] == [4]
 
@@ -99,7 +99,7 @@ def test_a_small_vocabulary_has_fewer_columns():
 def test_damaged_rows_do_not_raise_and_leave_others_alone():
     rows = np.zeros((4, 6))
     rows[0], rows[1], rows[2, 2] = np.nan, -np.inf, np.inf
-    found = run(jnp.asarray(rows, jnp.float32), jnp.array([0, 0, 2, 5]), num_best=3)
+    found = run(jnp.asarray(rows, jnp.float32), jnp.array([0, 0, 2, 5]), Reports(max_logprobs=3))
     assert (np.asarray(found.sampled_token_ranks) >= 1).all()
     assert ((np.asarray(found.logprob_token_ids) >= 0) & (np.asarray(found.logprob_token_ids) < 6)).all()
     assert (np.asarray(found.logprobs[1]) == -np.inf).all()

@@ -95,7 +95,7 @@ def test_limits_are_checked_and_named():
 
 
 def test_k058_by_hand_through_step():
-    """`admit` with the model's end ids, a logits_fn that adds 100 to id 7: three other tokens, then 7."""
+    """`admit` with the model's end ids, a processor that adds 100 to id 7: three other tokens, then 7."""
     model, weights = load_tiny("llama")
     state = init_state(model, max_requests=2, max_model_len=32, num_blocks=8)
     params = SamplingParams(temperature=0.0, min_tokens=3)
@@ -104,7 +104,7 @@ def test_k058_by_hand_through_step():
     @functools.partial(jax.jit, static_argnames="bucket")
     def step(state, packed, bucket):
         return jaxrunner.step(
-            model, weights, state, packed, bucket=bucket, logits_fn=lambda x, _: x.at[:, 7].add(100.0)
+            model, weights, state, packed, bucket=bucket, logits_processors=lambda x, _: x.at[:, 7].add(100.0)
         )
 
     tokens, bucket = [], Bucket("mixed", 2, 2, 2, "constrained")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.sampling.random import ACCEPT, DRAFT, RESIDUAL, TARGET, gumbel, row_keys
+from jaxrunner.sampling.random import ACCEPT, DRAFT, RESIDUAL, TARGET, USER, gumbel, row_keys
 from jaxrunner.state.fields import split_seed
 from tests.oracle import threefry
 
@@ -35,7 +35,7 @@ def test_draws_equal_threefry_in_numpy():
         np.testing.assert_allclose(actual[row], expected, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("stream", [TARGET, DRAFT, ACCEPT, RESIDUAL])
+@pytest.mark.parametrize("stream", [TARGET, DRAFT, ACCEPT, RESIDUAL, USER])
 def test_bits_equal_threefry_in_numpy(stream):
     for seed, position in zip(SEEDS, POSITIONS, strict=True):
         expected = threefry.bits(threefry.row_key(seed, position, stream), 64)
@@ -99,10 +99,10 @@ def test_a_token_keeps_its_draw_when_the_vocabulary_is_padded(vocab):
 
 def test_streams_are_independent():
     """Different bits, and no correlation between any two over 20,000 draws."""
-    streams = (TARGET, DRAFT, ACCEPT, RESIDUAL)
-    assert len(set(streams)) == 4
+    streams = (TARGET, DRAFT, ACCEPT, RESIDUAL, USER)
+    assert len(set(streams)) == 5
     draws = np.stack([noise([9] * 20, list(range(20)), 1000, s).ravel() for s in streams])
-    correlation = np.corrcoef(draws) - np.eye(4)
+    correlation = np.corrcoef(draws) - np.eye(5)
     assert np.abs(correlation).max() < 5 / np.sqrt(draws.shape[1])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner import SamplingParams, init_state, step
@@ -34,6 +35,14 @@ def tiny(name: str, windows: tuple[int | None, ...] | None = None, layout: str =
     if model.rope.rope_type == "default":
         model = model.replace(max_position_embeddings=MAX_MODEL_LEN)
     return model, weights
+
+
+def constant(model, weights, scores):
+    """(model, weights) of the same shapes whose logits are `scores`, f32[vocab], exactly, whatever the tokens are."""
+    layers = tuple({**layer, "o": layer["o"] * 0, "down": layer["down"] * 0} for layer in weights["layers"])
+    head = jnp.zeros_like(weights["lm_head"]).at[:, 0].set(jnp.asarray(scores))
+    ones = {name: jnp.ones_like(weights[name]) for name in ("embed_tokens", "norm")}
+    return model.replace(rms_norm_eps=0.0), {**weights, **ones, "lm_head": head, "layers": layers}
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from jaxrunner.sampling.packed_bits import pack_bits
 from jaxrunner.stages.step import step
 from jaxrunner.state.audit import audit
 from tests.conftest import load_tiny
+from tests.stages.harness import constant
 
 SIZES = ListSizes(stop_ids=4, logit_bias=4, allowed_token_ids=4, bad_words_tokens=8, replay_tokens=4)
 THINKING = ThinkingTokens(start=(30, 31), end=(32,), forced_end=(33, 32))
@@ -24,22 +25,16 @@ SCORES = np.zeros(256, np.float32)
 SCORES[[5, 6]] = 4.0, 3.0
 
 
-def constant(logits, _):
-    """Every row's logits are always the same: 4 for id 5, 3 for id 6, 0 for all others."""
-    return jnp.broadcast_to(jnp.asarray(SCORES), logits.shape)
-
-
 @functools.cache
 def executables():
-    """(a prefill, a loop of STEPS), of constant logits."""
-    model, weights = load_tiny("llama")
+    """(a prefill, a loop of STEPS), of constant logits: 4 for id 5, 3 for id 6, 0 for all others."""
+    model, weights = constant(*load_tiny("llama"), SCORES)
 
     def prefill(state, packed, grammar_bitmask):
-        options = dict(bucket=PREFILL, logits_fn=constant, grammar_bitmask=grammar_bitmask)
-        return step(model, weights, state, packed, **options)
+        return step(model, weights, state, packed, bucket=PREFILL, grammar_bitmask=grammar_bitmask)
 
     def loop(state, rows):
-        options = dict(steps=STEPS, logits_fn=constant, bucket=DECODE, return_reasons=True)
+        options = dict(steps=STEPS, bucket=DECODE, return_reasons=True)
         return run_loop(model, weights, state, rows, **options)
 
     return jax.jit(prefill), jax.jit(loop)
@@ -139,7 +134,7 @@ def test_a_grammar_mask_comes_before_everything():
 @pytest.mark.parametrize(("vocab", "words"), [(70, 3), (70, 2), (33, 4), (1, 1)])
 def test_bits_of_a_mask_are_those_of_numpy(vocab, words):
     """Fewer words than the vocabulary needs: the rest is forbidden. More: padding, which is cut off."""
-    from jaxrunner.sampling.grammar import mask_by_grammar
+    from jaxrunner.sampling.grammar import is_allowed, mask_by_grammar
 
     rng = np.random.default_rng(vocab)
     bits = rng.random((5, words * 32)) < 0.5
@@ -148,6 +143,9 @@ def test_bits_of_a_mask_are_those_of_numpy(vocab, words):
     expected = np.pad(bits, ((0, 0), (0, max(0, vocab - words * 32))))[:, :vocab]
     np.testing.assert_array_equal(result == 0, expected)
     assert (np.isneginf(result) != expected).all()
+    chosen = rng.integers(vocab, size=5, dtype=np.int32)
+    found = np.asarray(is_allowed(jnp.asarray(packed), jnp.asarray(chosen)))
+    np.testing.assert_array_equal(found, expected[np.arange(5), chosen])
     np.testing.assert_array_equal(
         np.asarray(pack_bits(jnp.asarray(expected))),
         np.packbits(np.pad(expected, ((0, 0), (0, -vocab % 32))), axis=1, bitorder="little").view(np.uint32),

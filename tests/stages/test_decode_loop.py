@@ -228,7 +228,7 @@ def test_a_plain_call_compiles_once_and_takes_lists():
     assert counts[0] == free[0].tolist().index(free[0, 2]) + 1
 
 
-def test_logits_fn_sees_the_rows_in_their_order_and_may_close_over_the_trace():
+def test_a_processor_knows_its_rows_and_may_close_over_the_trace():
     """A bias for each row, by position, keeps to its row after another has stopped; the same as in `step`."""
     model, weights = model_and_weights()
     state, rows = started(0.0)
@@ -236,15 +236,17 @@ def test_logits_fn_sees_the_rows_in_their_order_and_may_close_over_the_trace():
     packed = plan(state, dict.fromkeys(rows, 1)).pack(BUCKETS["greedy"])
 
     def rollout(state, forced, limits):
-        def logits_fn(logits, requests):
-            bias = jnp.zeros_like(logits).at[jnp.arange(3), forced + requests.seq_lens[:3] % 2].set(1e6)
-            return logits + bias
+        of_row = jnp.zeros(state.requests.num_rows, jnp.int32).at[jnp.array(rows)].set(forced)
+
+        def force(logits, context):
+            ids = of_row[context.rows] + context.position % 2
+            return logits.at[jnp.arange(len(ids)), ids].add(1e6)
 
         bucket = BUCKETS["greedy"]
         looped = decode_loop(
-            model, weights, state, rows, steps=4, logits_fn=logits_fn, bucket=bucket, max_tokens=limits
+            model, weights, state, rows, steps=4, logits_processors=force, bucket=bucket, max_tokens=limits
         )
-        return looped, step(model, weights, state, packed, bucket=bucket, logits_fn=logits_fn)[1]
+        return looped, step(model, weights, state, packed, bucket=bucket, logits_processors=force)[1]
 
     (_, tokens, counts), output = jax.jit(rollout)(state, forced, jnp.array([1, 4, 3]))
     lengths = host_view(state.requests.total_len)[rows]

@@ -123,7 +123,7 @@ DAMAGES = {
     "text": (lambda p: p.write_text("a poem, of some length"), "not \\(or no longer\\) a state"),
     "a bit of the cache": (lambda p: flip(p, -1), r"bytes of extras/x do not match|bytes of kv|do not match"),
     "other metadata": (set_metadata(format="pt"), "holds no state"),
-    "a later version": (set_metadata(format_version="2"), "format version 2; this is 1"),
+    "a later version": (set_metadata(format_version="3"), "format version 3; this is 2"),
     "other fields": (set_metadata(fields='["a"]', jaxrunner="9.0"), r"jaxrunner 9\.0, whose rows hold \['a'\]"),
     "an array under another name": (
         rename("requests/counters", "counters"),

@@ -1,0 +1,1 @@
+"""Logits processors and samplers to use or to start from, see `jaxrunner.sampling.custom`."""
