@@ -12,9 +12,9 @@ from tests.runner.plans import CONFIG, LADDER
 
 
 @functools.cache
-def table_of(runner_class):
+def table_of(runner_class, config=CONFIG):
     """A fixture that another directory imports is another fixture; what it gives is the same."""
-    return runner_class(*load_tiny("llama"), CONFIG, ladder=LADDER).table
+    return runner_class(*load_tiny("llama"), config, ladder=LADDER).table
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrunner import HostRunner, SamplingParams
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.contract import CachedRequestData, NewRequestData, SchedulerOutput
 from jaxrunner.runner.config import RunnerConfig
+from jaxrunner.state.request_arrays import current
 from jaxrunner.state.request_lists import ListSizes
 from jaxrunner.state.runner_state import host_view
 
@@ -65,3 +68,13 @@ def num_computed(runner, req_id: str) -> int:
     if isinstance(runner, HostRunner):
         return int(runner.batch.rows.computed[row])
     return int(host_view(runner.state.requests.num_computed_tokens)[row])
+
+
+def request_values(runner) -> dict[str, np.ndarray]:
+    """Name -> values now, by row, of the arrays that requests have for the user's functions."""
+    if not isinstance(runner, HostRunner):
+        return {name: host_view(value) for name, value in runner.state.request_values.items()}
+    runner._arrange()
+    carry, known = runner.carry, jnp.asarray(runner.batch.rows.known)
+    values = current(carry.extras, carry.sizes.custom, jnp.arange(carry.num_rows), known)
+    return {name: host_view(value) for name, value in values.items()}
