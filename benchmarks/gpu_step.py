@@ -109,7 +109,8 @@ class Engine:
         plan, frame = self.scheduler.schedule()
         if self.runner.execute_model(plan) is None:
             self.in_flight.append((frame, self.runner.sample_tokens()))
-        while len(self.in_flight) > (self.depth if plan.total_num_scheduled_tokens else 0):
+        ahead = self.depth if plan.total_num_scheduled_tokens and not self.runner.table.warming_up else 0
+        while len(self.in_flight) > ahead:
             frame, output = self.in_flight.popleft()
             self.scheduler.update(frame, output.get_output() if self.depth else output)
 

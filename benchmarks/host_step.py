@@ -40,6 +40,9 @@ class _Answer(np.ndarray):
 
     def copy_to_host_async(self) -> None: ...
 
+    def is_ready(self) -> bool:
+        return True
+
 
 class StubEngine:
     """An engine whose table runs nothing; every request is in steady decode."""

@@ -52,9 +52,12 @@ _HOMES = {
     "compare": "jaxrunner.ladder.replay",
     "BucketTable": "jaxrunner.compile.table",
     "compiler_options": "jaxrunner.compile.options",
+    "build_runner": "jaxrunner.selection.build",
     "DeviceRunner": "jaxrunner.runner.device_runner",
     "HostRunner": "jaxrunner.host_runner.runner",
     "RunnerConfig": "jaxrunner.runner.config",
+    "StepTimer": "jaxrunner.timing.timer",
+    "StepTimes": "jaxrunner.timing.times",
     "SchedulerOutput": "jaxrunner.contract",
     "ModelRunnerOutput": "jaxrunner.contract",
 }

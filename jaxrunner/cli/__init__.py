@@ -1,4 +1,5 @@
-"""The command line: `jaxrunner generate`, `score`, `check-attention`, `buckets`, `cache`, `ladder` and `doctor`.
+"""The command line: `jaxrunner generate`, `score`, `check-attention`, `buckets`, `cache`, `ladder`, `explain` and
+`doctor`.
 
 JAX is imported when a command runs, not before.
 """
@@ -11,6 +12,7 @@ from jaxrunner.cli.buckets import buckets
 from jaxrunner.cli.cache import cache
 from jaxrunner.cli.check_attention import check_attention
 from jaxrunner.cli.doctor import doctor
+from jaxrunner.cli.explain import EXTRA, explain
 from jaxrunner.cli.generate import generate
 from jaxrunner.cli.ladder import app as ladder
 from jaxrunner.cli.score import score
@@ -28,4 +30,5 @@ app.command()(check_attention)
 app.command()(buckets)
 app.add_typer(cache)
 app.add_typer(ladder)
+app.command(context_settings=EXTRA)(explain)
 app.command()(doctor)

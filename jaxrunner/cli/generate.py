@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from jaxrunner.cli.console import announce_download, command
 from jaxrunner.errors import AdmissionError
@@ -51,6 +53,10 @@ def generate(
         Path | None, typer.Option(exists=True, dir_okay=False, help="The output fits this file's Lark or GBNF grammar.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the model's end ids.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Time every step: a table on stderr, and this file for Perfetto.", dir_okay=False),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: token_ids, text, finish_reason.")
     ] = False,
@@ -81,10 +87,11 @@ def generate(
             run = _Run(llm, params, _encode(llm, prompt or "", raw) if ids is None else ids)
         with console.status("loading or compiling the executables"):
             run.warm_up()
-        for text in run:
-            if not as_json:
-                sys.stdout.write(text)
-                sys.stdout.flush()
+        with _timed(llm, trace, console):
+            for text in run:
+                if not as_json:
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
         last = run.last.outputs[0]
         if as_json:
             result = {"token_ids": last.token_ids, "text": last.text, "finish_reason": last.finish_reason}
@@ -92,6 +99,25 @@ def generate(
         sys.stdout.write("\n")
         sys.stdout.flush()
         console.print(run.summary(), style="dim", highlight=False)
+
+
+@contextlib.contextmanager
+def _timed(llm: LLM, path: Path | None, console: Console) -> Iterator[None]:
+    """With a path: the steps are timed, and then shown as a table and written as a trace."""
+    if path is None:
+        yield
+        return
+    from jaxrunner import StepTimer
+
+    with StepTimer(llm.runner) as timer:
+        yield
+    try:
+        timer.times.write_trace(path)
+    except OSError as error:
+        raise AdmissionError(f"the trace cannot be written to {path}: {error.strerror}") from error
+    console.line()
+    console.print(timer.times.table())
+    console.print(f"{len(timer.times)} steps in {path}; open it with https://ui.perfetto.dev", style="dim")
 
 
 def _structured_outputs(asked: dict[str, Any]) -> StructuredOutputsParams | None:

@@ -13,7 +13,7 @@ from jaxrunner.compile.cache_key import Key, environment
 from jaxrunner.compile.counter import persistent_hits
 from jaxrunner.compile.entry import Entry, memory
 from jaxrunner.compile.executable_cache import ExecutableCache
-from jaxrunner.compile.options import options_for
+from jaxrunner.compile.options import compiler_options, other_options
 from jaxrunner.compile.programs import Program, Programs
 from jaxrunner.device_memory import return_freed_memory
 
@@ -94,7 +94,8 @@ class Compiler:
             self.cache.trim()
 
     def _options(self, program: Program) -> dict[str, Any]:
-        return options_for(program.num_tokens or program.size) | (self.options or {})
+        measured = compiler_options(program.bucket) if program.bucket else other_options()
+        return measured | (self.options or {})
 
     def _key(self, program: Program) -> Key | None:
         identity = self.programs.identity(program) if self.cache is not None else None

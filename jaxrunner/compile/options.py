@@ -6,11 +6,12 @@ import jax
 
 from jaxrunner.compile.buckets import Bucket
 
-LIBRARY_GEMMS = {"xla_gpu_enable_triton_gemm": False}
-"""Every matrix product by the library: XLA's own generated ones come with a kernel more for the sum of their parts."""
-MEASURED: tuple[tuple[int, int, dict[str, bool]], ...] = ((33, 128, LIBRARY_GEMMS),)
-"""(fewest tokens, most tokens, options) that were faster than XLA's defaults on an H200 for the Llama-3-8B shape; see
-docs/performance.md. Other sizes take the defaults."""
+LIBRARY_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
+"""Every matrix product by the library. XLA's own are generated, and timed against each other while it compiles: that
+takes five times the processor time, which a start pays for every executable."""
+GENERATED_PAYS = ((1, 16), (129, 256))
+"""(fewest, most) rows of decodes that ran faster with XLA's own products, on an H200 for the Llama-3-8B shape; see
+docs/performance.md."""
 
 
 def compiler_options(bucket: Bucket) -> dict[str, bool]:
@@ -19,11 +20,13 @@ def compiler_options(bucket: Bucket) -> dict[str, bool]:
     For a jit of your own around `step`: `jax.jit(f, compiler_options=jaxrunner.compiler_options(bucket))`. It is right,
     and copies neither weights nor KV cache, without them as well.
     """
-    return options_for(bucket.num_tokens)
-
-
-def options_for(num_tokens: int) -> dict[str, bool]:
-    """Options of an executable whose matrix products have `num_tokens` rows."""
     if jax.default_backend() != "gpu":
         return {}
-    return next((dict(options) for least, most, options in MEASURED if least <= num_tokens <= most), {})
+    if bucket.kind == "decode" and any(least <= bucket.num_tokens <= most for least, most in GENERATED_PAYS):
+        return {}
+    return dict(LIBRARY_PRODUCTS)
+
+
+def other_options() -> dict[str, bool]:
+    """Options of an executable that is no step."""
+    return dict(LIBRARY_PRODUCTS) if jax.default_backend() == "gpu" else {}

@@ -73,7 +73,7 @@ class BucketTable(Generic[P]):
         chosen = self.programs.all() if programs is None else programs
         todo = [p for p in chosen if p not in self.entries]
         running = self._background
-        if running is not None and running.running:
+        if running is not None and self.warming_up:
             if background:
                 raise RuntimeError("a warm-up runs in the background already; wait for it with `join`")
             for program in (p for p in todo if p in running):
@@ -93,6 +93,11 @@ class BucketTable(Generic[P]):
             with reporting(progress, len(todo)) as bar:
                 options = {"threads": threads, "processes": processes, "report": bar}
                 WarmUp(self.compiler, todo, self.entries, **options).run()
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether a warm-up runs in the background."""
+        return self._background is not None and self._background.running
 
     def join(self) -> None:
         """Wait for a warm-up in the background. Raises what ended it."""

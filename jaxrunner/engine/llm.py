@@ -25,13 +25,13 @@ from jaxrunner.engine.scheduler import Frame, Scheduler
 from jaxrunner.engine.sizes import runner_config
 from jaxrunner.engine.stop_strings import StopStrings
 from jaxrunner.errors import AdmissionError
-from jaxrunner.host_runner.runner import HostRunner
 from jaxrunner.models.loading import load
 from jaxrunner.models.stream_decoder import StreamDecoder
-from jaxrunner.runner.device_runner import DeviceRunner, default_ladder
+from jaxrunner.runner.device_runner import default_ladder
 from jaxrunner.runner.output import AsyncOutput
 from jaxrunner.sampling.packed_bits import num_words
 from jaxrunner.sampling_params import SamplingParams
+from jaxrunner.selection.build import build_runner
 from jaxrunner.state.records import check_token_ids, derived_seed
 from jaxrunner.state.reports import check_reports
 from jaxrunner.state.request_arrays import check_extra_args
@@ -52,7 +52,8 @@ class LLM:
     their own get one derived from it and their number. prefix_caching: reuse the KV of equal prefixes.
     async_scheduling: plan and launch each step before the tokens of the one before have arrived.
     ladder: buckets of your own, e.g. fitted to a trace (`jaxrunner.ladder`); AdmissionError if the engine could outgrow
-    them. runner_class: the design of the runner.
+    them. runner: "device" or "host"; None leaves it to JAXRUNNER_RUNNER and then to the policy. Which one was built,
+    and why, is logged; `jaxrunner explain` shows the way to it.
     """
 
     def __init__(
@@ -65,7 +66,6 @@ class LLM:
         prefix_caching: bool = True,
         async_scheduling: bool = True,
         ladder: Ladder | None = None,
-        runner_class: type[DeviceRunner] | type[HostRunner] = DeviceRunner,
         **options: Any,
     ):
         if warm_up not in (False, True, "background"):
@@ -77,10 +77,8 @@ class LLM:
         sizes = {"max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens}
         ladder.check_holds(**sizes)
         if free is not None:
-            config = dataclasses.replace(
-                config, num_blocks=blocks_that_fit(self.model, weights, config, ladder, free, runner_class)
-            )
-        self.runner = runner_class(self.model, weights, config, ladder=ladder, seed=seed)
+            config = dataclasses.replace(config, num_blocks=blocks_that_fit(self.model, weights, config, ladder, free))
+        self.runner = build_runner(self.model, weights, config, ladder=ladder, seed=seed)
         self.scheduler = Scheduler(
             config, len(self.runner.groups), prefix_caching=prefix_caching, max_stop_ids=config.list_sizes.stop_ids
         )
@@ -161,14 +159,17 @@ class LLM:
 
     def step(self) -> list[Request]:
         """One engine step: plan and launch the next one, then take the tokens of the oldest in flight if it is time
-        to. Returns the requests that ended."""
+        to. Returns the requests that ended.
+
+        While executables are still made nothing is launched ahead: it might wait for its own, and these tokens with it.
+        """
         plan, frame = self.scheduler.schedule()
-        depth = 1 if self.runner.config.async_scheduling else 0
         says_something = plan.total_num_scheduled_tokens or plan.finished_req_ids or plan.preempted_req_ids
         ended: list[Request] = []
         if says_something and self.runner.execute_model(plan) is None:
             ended += self._sample(plan, frame)
-        if self._in_flight and (len(self._in_flight) > depth or not plan.total_num_scheduled_tokens):
+        ahead = self.runner.config.async_scheduling and not self.runner.table.warming_up
+        while self._in_flight and (len(self._in_flight) > ahead or not plan.total_num_scheduled_tokens):
             ended += self._take_oldest()
         return ended
 

@@ -19,10 +19,10 @@ from jaxrunner.compile.ladder import Ladder
 from jaxrunner.compile.programs import Program, Programs
 from jaxrunner.compile.warm_up import WarmUp
 from jaxrunner.errors import CapacityError
-from jaxrunner.host_runner.runner import HostRunner
 from jaxrunner.models.model import Model
 from jaxrunner.runner.config import RunnerConfig
-from jaxrunner.runner.device_runner import DeviceRunner
+from jaxrunner.selection.build import choose_runner
+from jaxrunner.selection.registry import runner_class
 
 MARGIN = 0.02
 """Part of the free memory left alone: allocators round up and fragment."""
@@ -41,21 +41,15 @@ def largest_temporary(programs: Programs, cache: ExecutableCache | None = None) 
     return max(entry.temp_bytes + entry.output_bytes for entry in made.values())
 
 
-def blocks_that_fit(
-    model: Model,
-    weights: Any,
-    config: RunnerConfig,
-    ladder: Ladder,
-    free_bytes: int,
-    runner_class: type[DeviceRunner] | type[HostRunner] = DeviceRunner,
-) -> int:
+def blocks_that_fit(model: Model, weights: Any, config: RunnerConfig, ladder: Ladder, free_bytes: int) -> int:
     """Allocator blocks of every KV-cache group, the null block included, that `free_bytes` hold beside everything else.
 
     weights: arrays or shapes; they are not counted, being on the device already. Raises CapacityError, with the
     numbers, if not even one full sequence fits.
     """
     provisional = dataclasses.replace(config, num_blocks=2)
-    programs = runner_class.programs_of(model, weights, provisional, ladder)
+    runner = runner_class(choose_runner(model, config).runner)
+    programs = runner.programs_of(model, weights, provisional, ladder)
     state = programs.state_shapes
     kv_bytes = sum(x.size * x.dtype.itemsize for x in state.kv.blocks)
     per_block = kv_bytes // 2

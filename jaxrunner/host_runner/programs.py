@@ -13,8 +13,9 @@ from jaxrunner.compile.buckets import TIER_FEATURES, Bucket, Feature, Tier
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.compile.programs import COPY, Program, Programs, vector
 from jaxrunner.host_runner.device_carry import DeviceCarry, arrange, arrange_layout, copy_arrays
-from jaxrunner.host_runner.device_part import run_decode, run_forward, run_sampler, run_scores, score_layout
+from jaxrunner.host_runner.first_half import run_forward
 from jaxrunner.host_runner.input_arrays import upload_layout
+from jaxrunner.host_runner.second_half import run_decode, run_sampler, run_scores, score_layout
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.sampling.custom import NO_CUSTOM, CustomSampling

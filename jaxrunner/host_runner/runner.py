@@ -1,7 +1,7 @@
 """`HostRunner`: vLLM's V1 design. Request state is dense NumPy rows on the host, and so is input preparation.
 
 The contract is that of `DeviceRunner`, and so are models, kernels, sampler and ladder; nothing of the request state and
-of input preparation is. The device keeps the KV cache and the tokens of the step before (`device_part`).
+of input preparation is. What the device keeps is `DeviceCarry`.
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.profiler import TraceAnnotation
 
 from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
+from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.executable_cache import open_cache
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.compile.programs import COPY, Program
 from jaxrunner.compile.table import BucketTable
 from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from jaxrunner.errors import NotBuiltError
+from jaxrunner.errors import AdmissionError, NotBuiltError
 from jaxrunner.host_runner.array_rows import ArrayRows
 from jaxrunner.host_runner.audit import audit_rows
 from jaxrunner.host_runner.batch_updates import BatchListener
 from jaxrunner.host_runner.dense_batch import DenseBatch
 from jaxrunner.host_runner.device_carry import DeviceCarry
-from jaxrunner.host_runner.device_part import HalfStep, score_layout
+from jaxrunner.host_runner.first_half import HalfStep
 from jaxrunner.host_runner.input_arrays import HostSizes, write_inputs
 from jaxrunner.host_runner.list_rows import ListRows
 from jaxrunner.host_runner.programs import ARRANGE, HostPrograms
 from jaxrunner.host_runner.row_fields import NONE, RowBank
 from jaxrunner.host_runner.sampling_metadata import SamplingMetadata
+from jaxrunner.host_runner.second_half import score_layout
 from jaxrunner.host_runner.staging import StagingBuffer, StagingRing
 from jaxrunner.models.model import Model
 from jaxrunner.runner.config import RunnerConfig
@@ -51,6 +54,7 @@ from jaxrunner.state.records import derived_seed, request_record
 from jaxrunner.state.request_arrays import empty_extras
 from jaxrunner.state.row_copies import RowCopies
 from jaxrunner.state.runner_state import check_sizes, default_groups, init_kv_cache
+from jaxrunner.timing.ranges import Annotate
 
 
 class PlannedStep(NamedTuple):
@@ -83,12 +87,15 @@ class HostRunner:
     seed: requests without a seed of their own get one derived from it and their order of arrival.
 
     lists, arrays and further `listeners` follow the rows by batch-update records. What needs request state on the
-    device (forks, saving, recording, decode loops) is refused, see `state`.
+    device (forks, saving, recording, decode loops) is refused, see `state`. `annotate` names the ranges of a step for
+    profilers, see `jaxrunner.timing`.
     """
 
     def __init__(
         self, model: Model, weights: Any, config: RunnerConfig, *, ladder: Ladder | None = None, seed: int = 0
     ):
+        if config.runner not in (None, "host"):
+            raise AdmissionError(f"the configuration asks for runner {config.runner!r}; `build_runner` builds that one")
         self.model = model
         self.weights = weights
         self.config = config
@@ -118,6 +125,7 @@ class HostRunner:
         self._seed = seed
         self._num_admitted = 0
         self._planned: PlannedStep | None = None
+        self.annotate: Annotate = TraceAnnotation
 
     @staticmethod
     def programs_of(model: Model, weights: Any, config: RunnerConfig, ladder: Ladder) -> HostPrograms:
@@ -149,16 +157,19 @@ class HostRunner:
         self.table.check()
         if self._planned is not None:
             raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
-        self._check(scheduler_output)
-        self.update_states(scheduler_output)
-        self._move_blocks(scheduler_output)
-        if not scheduler_output.total_num_scheduled_tokens:
-            return ModelRunnerOutput.with_kv_conn_output_only(None)
-        # The step before may still run, the one before that may not: there are two columns for steps in flight.
-        self._land(most_left=1)
-        num_reqs = self._order(scheduler_output)
-        self._arrange()
-        self._planned = self._launch(num_reqs)
+        with self.annotate("preprocess"):
+            self._check(scheduler_output)
+            self.update_states(scheduler_output)
+            self._move_blocks(scheduler_output)
+            if not scheduler_output.total_num_scheduled_tokens:
+                return ModelRunnerOutput.with_kv_conn_output_only(None)
+            # The step before may still run, the one before that may not: there are two columns for steps in flight.
+            self._land(most_left=1)
+            metadata = self._refresh(self._order(scheduler_output))
+            self._arrange()
+            prompt = self._prompt_tokens(metadata.num_reqs)
+            buffer, entry = self._prepare(metadata, keeps_tokens=prompt is not None and len(prompt.tokens) > 0)
+        self._planned = self._launch(entry, buffer, metadata, prompt)
         if self.config.check_invariants:
             self.audit()
         return None
@@ -183,12 +194,14 @@ class HostRunner:
         asked = planned.metadata.asked
         if planned.prompt is not None:
             asked = self._score_prompts(planned, planned.prompt)
-        result = AsyncOutput(planned.req_ids, output, asked)
+        result = AsyncOutput(planned.req_ids, output, asked, annotate=self.annotate)
         self._flights.append(Flight(self._column, output))
         if self.config.async_scheduling:
             return result
-        self._land(most_left=0)
-        return result.get_output()
+        with self.annotate("postprocess"):
+            finished = result.get_output()
+            self._land(most_left=0)
+        return finished
 
     def warm_up(self, **options: Any) -> None:
         """Make the executables of the whole ladder, now or in the background; see `BucketTable.warm_up`."""
@@ -233,31 +246,40 @@ class HostRunner:
         write_inputs(buffer, rows, metadata, rows.flight_row[: metadata.num_reqs, self._column], self.sizes)
         return buffer
 
-    def _launch(self, num_reqs: int) -> PlannedStep:
-        metadata, prompt = self._refresh(num_reqs), self._prompt_tokens(num_reqs)
-        keeps_tokens = prompt is not None and len(prompt.tokens) > 0
+    def _prepare(self, metadata: SamplingMetadata, *, keeps_tokens: bool) -> tuple[StagingBuffer, Entry]:
         buffer, program = self.prepare_inputs(metadata, keeps_tokens=keeps_tokens)
-        entry = self.table.get(program, real_tokens=int(buffer.parts["query_start_loc"][num_reqs]))
+        entry = self._look_up(program, real_tokens=int(buffer.parts["query_start_loc"][metadata.num_reqs]))
         if entry.program != program:  # a larger one stands in for it
             buffer = self._staged(entry.program, metadata)
-        self.carry, result = self.table.call(entry, self.weights, self.carry, buffer.vector)
+        return buffer, entry
+
+    def _launch(
+        self, entry: Entry, buffer: StagingBuffer, metadata: SamplingMetadata, prompt: AskedTokens | None
+    ) -> PlannedStep:
+        with self.annotate("forward", program=entry.program):
+            self.carry, result = self.table.call(entry, self.weights, self.carry, buffer.vector)
         buffer.reader = result
-        samples = self._take_off(num_reqs)
-        req_ids = self.batch.rows.req_ids[:num_reqs].tolist()
+        samples = self._take_off(metadata.num_reqs)
+        req_ids = self.batch.rows.req_ids[: metadata.num_reqs].tolist()
         half, output = (None, result) if entry.program.kind == "step" else (result, None)
         return PlannedStep(req_ids, metadata, output, half, prompt, samples)
 
+    def _look_up(self, program: Program, *, real_tokens: int = 0) -> Entry:
+        with self.annotate("lookup"):
+            return self.table.get(program, real_tokens=real_tokens)
+
     def _sample(self, planned: PlannedStep, grammar_output: GrammarOutput | None) -> StepOutput:
         programs = self.table.programs
-        entry = self.table.get(programs.finish(len(planned.req_ids), planned.tier))
+        entry = self._look_up(programs.finish(len(planned.req_ids), planned.tier))
         size, tier = entry.program.size, entry.program.tier
         assert planned.half is not None
         bitmask = self.masks.of(grammar_output, planned.req_ids, size)
         lists = self.lists.on_device() if programs.reads_lists(tier) else None
         # A copy: JAX may read the memory it is given until the step is over, and rows are written before that.
         tokens = self.batch.rows.token_ids[:size].copy() if programs.reads_tokens(tier) else None
-        arguments = (planned.half.last_tokens, bitmask, lists, tokens)
-        self.carry, output = self.table.call(entry, self.weights, self.carry, *arguments)
+        with self.annotate("sample"):
+            arguments = (planned.half.last_tokens, bitmask, lists, tokens)
+            self.carry, output = self.table.call(entry, self.weights, self.carry, *arguments)
         has_custom = programs.custom != NO_CUSTOM
         if not (grammar_output is not None or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[planned.tier]):
             output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
@@ -277,8 +299,9 @@ class HostRunner:
         for start in range(0, len(scored), program.size):
             part = slice(start, start + program.size)
             upload = layout.pack({"place": tokens.tokens[part], "scored": scored[part], "row": tokens.rows[part]})
-            arguments = (planned.half, self.lists.on_device(), upload)
-            self.carry, scores = self.table.call(self.table.get(program), self.weights, self.carry, *arguments)
+            entry, arguments = self._look_up(program), (planned.half, self.lists.on_device(), upload)
+            with self.annotate("sample"):
+                self.carry, scores = self.table.call(entry, self.weights, self.carry, *arguments)
             found.append(scores)
         piece, prompts = self._prompts.enter(planned.req_ids, tokens, found)
         return planned.metadata.asked._replace(piece=piece, prompts=prompts)
@@ -303,14 +326,18 @@ class HostRunner:
             part = held[start : start + COPY.size]
             rows = np.zeros(COPY.size, np.int32)
             rows[: len(part)] = [self.batch.row_of[req_id] for req_id in part]
-            self.carry, values = self.table.call(self.table.get(COPY), self.carry, rows)
+            entry = self._look_up(COPY)
+            with self.annotate("admit"):
+                self.carry, values = self.table.call(entry, self.carry, rows)
             counts = self.batch.rows.known[rows], self.batch.rows.prefill_len[rows]
             self._kept.keep(part, RowCopies(values, *counts))
 
     def _arrange(self) -> None:
         """Bring the arrays on the device to where the batch's rows are."""
         for upload in self.arrays.take_uploads() if self.arrays else ():
-            self.carry = self.table.call(self.table.get(ARRANGE), self.carry, upload)
+            entry = self._look_up(ARRANGE)
+            with self.annotate("admit"):
+                self.carry = self.table.call(entry, self.carry, upload)
 
     def _admit(self, request: NewRequestData) -> None:
         params = request.sampling_params or SamplingParams()
@@ -373,9 +400,10 @@ class HostRunner:
         """Zero and copy whole blocks, before the forward pass."""
         if not (so.new_block_ids_to_zero or so.kv_cache_block_copies):
             return
-        entry = self.table.get(Program("moves", size=MOVES_PER_CALL))
+        entry = self._look_up(Program("moves", size=MOVES_PER_CALL))
         for upload in block_moves(so, self.config):
-            self.carry = self.table.call(entry, self.carry, upload)
+            with self.annotate("admit"):
+                self.carry = self.table.call(entry, self.carry, upload)
 
     def _take_off(self, num_reqs: int) -> np.ndarray:
         """Count a step that was launched: its tokens, and one more known token for each row that samples. Returns which

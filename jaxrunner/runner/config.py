@@ -10,6 +10,7 @@ from jaxrunner.errors import AdmissionError
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.sampling.custom import CustomSampling
+from jaxrunner.selection.facts import RUNNER_NAMES, RunnerName
 from jaxrunner.state.kv_dtype import kv_dtype
 from jaxrunner.state.reports import DEFAULT_MAX_LOGPROBS, LogprobsMode, NanCheck, Reports
 from jaxrunner.state.request_lists import DEFAULT_LIST_SIZES, ListSizes
@@ -30,6 +31,8 @@ class RunnerConfig:
     bucket_policy: see `BucketTable`. executable_cache: a directory of this user's own in which executables are kept for
     the next start, "off" for none; by default see `open_cache`. implementation: see `jaxrunner.pallas.implementation`.
     check_invariants: audit the plan of every step (slow; for tests).
+    runner: "device" or "host", the runner to build; None leaves it to JAXRUNNER_RUNNER and then to the policy, see
+    `jaxrunner.selection`.
     """
 
     max_num_seqs: int
@@ -52,6 +55,7 @@ class RunnerConfig:
     executable_cache: str | None = None
     implementation: Implementation = None
     check_invariants: bool = False
+    runner: RunnerName | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "num_blocks", "block_size"):
@@ -70,6 +74,8 @@ class RunnerConfig:
         object.__setattr__(self, "sampler", self.custom.sampler)
         if self.bucket_policy not in POLICIES:
             raise AdmissionError(f"unknown bucket_policy {self.bucket_policy!r}; use one of {POLICIES}")
+        if self.runner not in (None, *RUNNER_NAMES):
+            raise AdmissionError(f"runner is {self.runner!r}; use one of {RUNNER_NAMES}")
 
     @property
     def reports(self) -> Reports:

@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.profiler import TraceAnnotation
 
 from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
+from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.executable_cache import open_cache
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.compile.programs import COPY, Program, ProgramSet
 from jaxrunner.compile.table import BucketTable
 from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from jaxrunner.errors import CapacityError
+from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.models.model import Model
 from jaxrunner.runner.batch_order import sort_requests
 from jaxrunner.runner.config import RunnerConfig, empty_state
@@ -44,6 +46,7 @@ from jaxrunner.state.records import derived_seed, request_record
 from jaxrunner.state.request_arrays import request_rows
 from jaxrunner.state.request_lists import list_writes
 from jaxrunner.state.runner_state import RunnerState
+from jaxrunner.timing.ranges import Annotate
 
 
 class Parked(NamedTuple):
@@ -66,11 +69,15 @@ class Parked(NamedTuple):
 class DeviceRunner:
     """model, weights: from `load`. ladder: `Ladder.default` for the configuration's sizes if not given.
     seed: requests without a seed of their own get one derived from it and their order of arrival.
+
+    `annotate` names the ranges of a step for profilers, see `jaxrunner.timing`.
     """
 
     def __init__(
         self, model: Model, weights: Any, config: RunnerConfig, *, ladder: Ladder | None = None, seed: int = 0
     ):
+        if config.runner not in (None, "device"):
+            raise AdmissionError(f"the configuration asks for runner {config.runner!r}; `build_runner` builds that one")
         self.model = model
         self.weights = weights
         self.config = config
@@ -92,6 +99,7 @@ class DeviceRunner:
         self._parked: Parked | None = None
         self._kept = KeptArrays(self.state.sampling.custom)
         self.masks = GrammarMasks(model.vocab_size)
+        self.annotate: Annotate = TraceAnnotation
 
     @staticmethod
     def programs_of(model: Model, weights: Any, config: RunnerConfig, ladder: Ladder) -> ProgramSet:
@@ -111,14 +119,16 @@ class DeviceRunner:
         self.table.check()
         if self._parked is not None:
             raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
-        self._check(scheduler_output)
-        writes = self.update_states(scheduler_output)
-        self._move_blocks(scheduler_output)
-        if not scheduler_output.total_num_scheduled_tokens:
-            self._apply_admissions([AdmitEntry(row=0, block_writes=writes)] if len(writes) else [])
-            return ModelRunnerOutput.with_kv_conn_output_only(None)
-        req_ids, inputs = self.build_inputs(scheduler_output, writes)
-        self._parked = self._launch(req_ids, inputs)
+        with self.annotate("preprocess"):
+            self._check(scheduler_output)
+            writes = self.update_states(scheduler_output)
+            self._move_blocks(scheduler_output)
+            if not scheduler_output.total_num_scheduled_tokens:
+                self._apply_admissions([AdmitEntry(row=0, block_writes=writes)] if len(writes) else [])
+                return ModelRunnerOutput.with_kv_conn_output_only(None)
+            req_ids, inputs = self.build_inputs(scheduler_output, writes)
+            entry, upload = self._pack(inputs)
+        self._parked = self._launch(entry, upload, req_ids, inputs)
         if self.config.check_invariants:
             audit(self.state)
         return None
@@ -138,16 +148,18 @@ class DeviceRunner:
         self._parked = None
         output = parked.output
         if output is None:
-            entry = self.table.get(self.table.programs.finish(len(parked.req_ids), parked.tier))
+            entry = self._look_up(self.table.programs.finish(len(parked.req_ids), parked.tier))
             assert parked.pending is not None
             masks = grammar_output if has_grammar else None
             bitmask = self.masks.of(masks, parked.req_ids, entry.program.size)
-            self.state, output = self.table.call(entry, self.weights, self.state, parked.pending.last_tokens, bitmask)
+            with self.annotate("sample"):
+                pending = parked.pending.last_tokens
+                self.state, output = self.table.call(entry, self.weights, self.state, pending, bitmask)
             has_custom = self.table.programs.custom != NO_CUSTOM
             if not (has_grammar or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[parked.tier]):
                 output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
         asked = parked.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
-        result = AsyncOutput(parked.req_ids, output, asked)
+        result = AsyncOutput(parked.req_ids, output, asked, annotate=self.annotate)
         return result if self.config.async_scheduling else result.get_output()
 
     def warm_up(self, **options: Any) -> None:
@@ -197,24 +209,31 @@ class DeviceRunner:
         """Raises InvariantError if the state breaks an invariant; see `jaxrunner.state.audit`."""
         audit(self.state, shared_blocks=shared_blocks)
 
-    def _launch(self, req_ids: list[str], inputs: StepInput) -> Parked:
+    def _pack(self, inputs: StepInput) -> tuple[Entry, np.ndarray]:
+        """(the executable that will run, its upload). Block writes that do not fit into it go up before it."""
         programs, bucket = self.table.programs, self.ladder.pick(inputs)
         if len(inputs.block_writes) > block_write_capacity(bucket, self.groups):
             self._apply_admissions([AdmitEntry(row=0, block_writes=inputs.block_writes)])
             inputs = dataclasses.replace(inputs, block_writes=no_block_writes())
-        rows = inputs.idx_mapping
-        is_structured = self._host.is_structured[rows]
-        first = programs.first(bucket, has_grammar=bool(is_structured.any()))
-        entry = self.table.get(first, real_tokens=inputs.num_tokens)
+        has_grammar = bool(self._host.is_structured[inputs.idx_mapping].any())
+        entry = self._look_up(programs.first(bucket, has_grammar=has_grammar), real_tokens=inputs.num_tokens)
         assert entry.program.bucket is not None
-        upload = inputs.pack(entry.program.bucket)
-        self.state, result = self.table.call(entry, self.weights, self.state, upload)
+        return entry, inputs.pack(entry.program.bucket)
+
+    def _look_up(self, program: Program, *, real_tokens: int = 0) -> Entry:
+        with self.annotate("lookup"):
+            return self.table.get(program, real_tokens=real_tokens)
+
+    def _launch(self, entry: Entry, upload: np.ndarray, req_ids: list[str], inputs: StepInput) -> Parked:
+        with self.annotate("forward", program=entry.program):
+            self.state, result = self.table.call(entry, self.weights, self.state, upload)
         fused = entry.program.kind == "step"
+        rows = inputs.idx_mapping
         prompt = self._prompt_tokens(rows, inputs.num_scheduled_tokens)
         samples = self._host.advance(rows, inputs.num_scheduled_tokens)
         asked = Asked(self._host.num_logprobs[rows], self._host.num_listed[rows], self._host.wants_mask(rows))
         pending, output = (None, result) if fused else (result, None)
-        return Parked(req_ids, inputs.tier, output, pending, asked, prompt, is_structured, samples)
+        return Parked(req_ids, inputs.tier, output, pending, asked, prompt, self._host.is_structured[rows], samples)
 
     def _prompt_tokens(self, rows: np.ndarray, counts: np.ndarray) -> AskedTokens | None:
         if not len(self._prompts):
@@ -228,8 +247,9 @@ class DeviceRunner:
         for start in range(0, len(tokens.tokens), program.size):
             part = slice(start, start + program.size)
             values = {"tokens": tokens.tokens[part], "rows": tokens.rows[part], "positions": tokens.positions[part]}
-            entry, upload = self.table.get(program), layout.pack(values)
-            self.state, scores = self.table.call(entry, self.weights, self.state, parked.pending, upload)
+            entry, upload = self._look_up(program), layout.pack(values)
+            with self.annotate("sample"):
+                self.state, scores = self.table.call(entry, self.weights, self.state, parked.pending, upload)
             found.append(scores)
         piece, prompts = self._prompts.enter(parked.req_ids, tokens, found)
         return parked.asked._replace(piece=piece, prompts=prompts)
@@ -238,18 +258,20 @@ class DeviceRunner:
         programs = self.table.programs
         while entries:
             count, program = _admission_call(entries, programs)
-            entry = self.table.get(program)
+            entry = self._look_up(program)
             upload = pack_admit(programs.admit_layout(entry.program), entries[:count])
-            self.state = self.table.call(entry, self.state, upload)
+            with self.annotate("admit"):
+                self.state = self.table.call(entry, self.state, upload)
             entries = entries[count:]
 
     def _move_blocks(self, so: SchedulerOutput) -> None:
         """Zero and copy whole blocks, before the forward pass."""
         if not (so.new_block_ids_to_zero or so.kv_cache_block_copies):
             return
-        entry = self.table.get(Program("moves", size=MOVES_PER_CALL))
+        entry = self._look_up(Program("moves", size=MOVES_PER_CALL))
         for upload in block_moves(so, self.config):
-            self.state = self.table.call(entry, self.state, upload)
+            with self.annotate("admit"):
+                self.state = self.table.call(entry, self.state, upload)
 
     def _admit_entry(self, request: NewRequestData) -> AdmitEntry:
         row = self.rows.add(request.req_id)
@@ -283,7 +305,9 @@ class DeviceRunner:
             part = held[start : start + COPY.size]
             rows = np.zeros(COPY.size, np.int32)
             rows[: len(part)] = self.rows.take(part)
-            self.state, copied = self.table.call(self.table.get(COPY), self.state, rows)
+            entry = self._look_up(COPY)
+            with self.annotate("admit"):
+                self.state, copied = self.table.call(entry, self.state, rows)
             self._kept.keep(part, copied)
 
     def _next_seed(self) -> int:

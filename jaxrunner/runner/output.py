@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.profiler import TraceAnnotation
 
 from jaxrunner.contract import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from jaxrunner.runner.logprob_columns import NO_LOGPROBS, columns, start_copy
 from jaxrunner.runner.prompt_reports import Piece, PromptReport
 from jaxrunner.sampling.packed_bits import WORD
 from jaxrunner.stages.sample import NO_TOKEN, StepOutput
+from jaxrunner.timing.ranges import Annotate
 
 NO_ID_LEFT = (
     "its constraints (allowed ids, bad words, min_tokens, grammar, logits processors) forbid every token id, or its "
@@ -42,7 +44,15 @@ class Asked(NamedTuple):
 class AsyncOutput:
     """req_ids: in batch order. output: the step's device arrays, kept alive until they were copied."""
 
-    def __init__(self, req_ids: list[str], output: StepOutput, asked: Asked | None = None):
+    def __init__(
+        self,
+        req_ids: list[str],
+        output: StepOutput,
+        asked: Asked | None = None,
+        *,
+        annotate: Annotate = TraceAnnotation,
+    ):
+        self._annotate = annotate
         self._req_ids = req_ids
         self._asked = asked = asked or Asked.nothing(len(req_ids))
         self._device = output.sampled_token_ids
@@ -58,22 +68,27 @@ class AsyncOutput:
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the copy. Later calls return the same object."""
         if self._result is None:
-            count = len(self._req_ids)
-            sampled = np.asarray(self._device)[:count]
-            tokens = sampled.tolist()
-            if (sampled == NO_TOKEN).any():
-                tokens = [[t for t in row if t != NO_TOKEN] for row in tokens]
-            self._result = ModelRunnerOutput(
-                req_ids=self._req_ids,
-                req_id_to_index=dict(zip(self._req_ids, range(count), strict=True)),
-                sampled_token_ids=tokens,
-                logprobs=self._logprobs(sampled[:, 0] != NO_TOKEN),
-                sampling_masks=self._sampling_masks(sampled[:, 0] != NO_TOKEN),
-                sampling_errors=self._sampling_errors(),
-                num_nans_in_logits=self._num_nans(),
-            )
-            self._add_prompts(self._result)
+            with self._annotate("wait", ready=self._device.is_ready()):  # type: ignore[attr-defined]
+                sampled = np.asarray(self._device)
+            with self._annotate("postprocess"):
+                self._result = self._output(sampled[: len(self._req_ids)])
         return self._result
+
+    def _output(self, sampled: np.ndarray) -> ModelRunnerOutput:
+        tokens, has_token = sampled.tolist(), sampled[:, 0] != NO_TOKEN
+        if (sampled == NO_TOKEN).any():
+            tokens = [[t for t in row if t != NO_TOKEN] for row in tokens]
+        result = ModelRunnerOutput(
+            req_ids=self._req_ids,
+            req_id_to_index=dict(zip(self._req_ids, range(len(sampled)), strict=True)),
+            sampled_token_ids=tokens,
+            logprobs=self._logprobs(has_token),
+            sampling_masks=self._sampling_masks(has_token),
+            sampling_errors=self._sampling_errors(),
+            num_nans_in_logits=self._num_nans(),
+        )
+        self._add_prompts(result)
+        return result
 
     def _add_prompts(self, result: ModelRunnerOutput) -> None:
         if self._asked.piece is not None:

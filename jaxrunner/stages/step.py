@@ -128,16 +128,21 @@ def finish_step(
     rows = slice(0, num_reqs)
     requests = BatchRequests(*(a[rows] for a in pending.requests))
     options: dict[str, Any] = {"custom": custom, "grammar_bitmask": grammar_bitmask, "return_scores": return_scores}
-    output, updates = sample(model, weights, state, pending.hidden[rows], requests, tier=tier, **options)
+    with jax.named_scope("sample"):
+        output, updates = sample(model, weights, state, pending.hidden[rows], requests, tier=tier, **options)
     undone = None if output.failed is None else jnp.where(output.failed, requests.query_lens, 0)
     ids, counts = output.sampled_token_ids, output.num_sampled
-    return commit(state, requests, ids, counts, undone, updates=updates, implementation=implementation), output
+    with jax.named_scope("postprocess"):
+        state = commit(state, requests, ids, counts, undone, updates=updates, implementation=implementation)
+    return state, output
 
 
 def _first_half(model, weights, state, packed, *, bucket, implementation):
     if state.num_draft_tokens:
         raise NotBuiltError("verifying draft tokens is not built; use init_state(num_draft_tokens=0)")
-    state = apply_diffs(state, packed, bucket=bucket)
-    batch = build_batch(state, packed, bucket=bucket, implementation=implementation)
-    state, hidden = forward(model, weights, state, batch, bucket=bucket, implementation=implementation)
+    with jax.named_scope("preprocess"):
+        state = apply_diffs(state, packed, bucket=bucket)
+        batch = build_batch(state, packed, bucket=bucket, implementation=implementation)
+    with jax.named_scope("forward"):
+        state, hidden = forward(model, weights, state, batch, bucket=bucket, implementation=implementation)
     return state, Pending(hidden=hidden[batch.logits_indices], requests=batch.requests), hidden

@@ -15,18 +15,33 @@ def test_a_cpu_takes_the_defaults():
     assert compiler_options(Bucket("decode", 64, 64)) == {}
 
 
-@pytest.mark.parametrize(("tokens", "measured"), [(1, False), (32, False), (33, True), (128, True), (129, False)])
-def test_a_gpu_takes_what_was_measured_for_its_size(monkeypatch, tokens, measured):
+@pytest.mark.parametrize(
+    ("bucket", "generated"),
+    [
+        (Bucket("decode", 1, 1), True),
+        (Bucket("decode", 16, 16), True),
+        (Bucket("decode", 17, 17), False),
+        (Bucket("decode", 128, 128), False),
+        (Bucket("decode", 256, 256), True),
+        (Bucket("decode", 512, 512), False),
+        (Bucket("mixed", 16, 8), False),
+        (Bucket("mixed", 256, 8), False),
+    ],
+    ids=str,
+)
+def test_a_gpu_generates_products_only_where_that_was_faster(monkeypatch, bucket, generated):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    given = compiler_options(Bucket("decode", tokens, tokens))
-    assert given == (options.LIBRARY_GEMMS if measured else {})
+    given = compiler_options(bucket)
+    assert given == ({} if generated else options.LIBRARY_PRODUCTS)
     given["changed"] = True
-    assert "changed" not in options.LIBRARY_GEMMS
+    assert "changed" not in options.LIBRARY_PRODUCTS
 
 
 def test_the_users_options_come_last(monkeypatch):
     seen = []
-    monkeypatch.setattr("jaxrunner.compile.compiler.options_for", lambda n: {"xla_a": n, "xla_b": 0})
+    compiler = "jaxrunner.compile.compiler"
+    monkeypatch.setattr(f"{compiler}.compiler_options", lambda bucket: {"xla_a": bucket.num_tokens, "xla_b": 0})
+    monkeypatch.setattr(f"{compiler}.other_options", lambda: {"xla_a": 0, "xla_b": 0})
     table = BucketTable(programs_of(Ladder((2,), (4,), (2,), tiers=("greedy",))), compiler_options={"xla_b": 1})
 
     class Lowered:
@@ -38,4 +53,4 @@ def test_the_users_options_come_last(monkeypatch):
         with pytest.raises(StopIteration):
             table.compiler.compile(LoweredProgram(program, Lowered(), 0.0, 0.0))
     assert {o["xla_b"] for o in seen} == {1}
-    assert {2, 4} <= {o["xla_a"] for o in seen}
+    assert {0, 2, 4} <= {o["xla_a"] for o in seen}

@@ -154,7 +154,7 @@ def test_an_engine_runs_over_a_host_runner():
     prompts = [data[f"input_ids_{i}"].reshape(-1).tolist() for i in (1, 0, 1)]
     ladder = Ladder(decode=(2,), mixed=(16,), finish=(2,))
     options = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=16, num_blocks=12, block_size=8)
-    llm = LLM(TINY, runner_class=HostRunner, ladder=ladder, **options)
+    llm = LLM(TINY, runner="host", ladder=ladder, **options)
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
     assert [o.outputs[0].token_ids for o in outputs] == [data[f"greedy_{i}"][:8].tolist() for i in (1, 0, 1)]
     assert isinstance(llm.runner, HostRunner)

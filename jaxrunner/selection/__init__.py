@@ -1,0 +1,1 @@
+"""Which runner is built, and why: policies as lists of rules, walked and shown."""
