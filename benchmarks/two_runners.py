@@ -3,17 +3,17 @@
     python benchmarks/two_runners.py [--requests 512 256 64 1024 128] [--seconds 150] [--output FILE] [--plot FILE]
 
 Three contenders: DeviceRunner with input preparation as a Mosaic kernel (on a Hopper GPU) and in XLA, and HostRunner,
-which does it in NumPy. Two loads: `decode`, where every request decodes, and `mixed`, where requests of 16 to 160 prompt
-tokens and 32 to 224 generated ones come as others end, so that a step has decodes, chunks of prompts, admissions and
-releases. The model is so small that the host bounds the step, and the runners are synchronous: one step is
+which does it in NumPy. Two loads: `decode`, where every request decodes, and `mixed`, where requests of 16 to 160
+prompt tokens and 32 to 224 generated ones come as others end, so that a step has decodes, chunks of prompts, admissions
+and releases. The model is so small that the host bounds the step, and the runners are synchronous: one step is
 `execute_model` and `sample_tokens`. The contenders take turns of TURN steps, and a turn is timed between two runs of
 `benchmarks.calibration`; rows hold medians over the turns in which the CPU was at its more frequent speed.
 
 A row's `value` is the whole time of the runner, `host_us` that without the calls of executables (`dispatch_us`) and
 without waiting for the tokens (`wait_us`, the device's time and the copy). `stages` are the ranges of
-`jaxrunner.timing`, `upload_us` what it takes longer to call an executable with a NumPy array of the step's size than with
-one that is on the device; it is part of `dispatch_us`. `scheduler_us` is the engine's and not part of `value`. A row is
-void if anything was compiled in its window. `inputs/...`: steps whose prepared inputs were equal bit for bit, after the
+`jaxrunner.timing`; `upload_us` is what a call takes longer with a NumPy array of the step's size than with one that is
+on the device, a part of `dispatch_us`. `scheduler_us` is the engine's and not part of `value`. A row is void if
+anything was compiled in its window. `inputs/...`: steps whose prepared inputs were equal bit for bit, after the
 requests were brought into one order.
 """
 

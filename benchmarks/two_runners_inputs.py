@@ -44,7 +44,9 @@ def capture(runner: Any, preparation: str) -> Iterator[list[Inputs]]:
                 arrays = upload_layout(program.bucket, runner.sizes).unpack(upload.copy())
             else:
                 batch = _prepared(state, upload, bucket=program.bucket, implementation=preparation)
-                arrays = {name: np.asarray(value) for name, value in vars(batch).items() if not isinstance(value, tuple)}
+                arrays = {
+                    name: np.asarray(value) for name, value in vars(batch).items() if not isinstance(value, tuple)
+                }
                 (slots,), (table,) = batch.slot_mapping, batch.block_table
                 arrays |= {"slot_mapping": np.asarray(slots), "block_table": np.asarray(table)}
             pending.append((arrays, len(upload)))

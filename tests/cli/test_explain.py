@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxrunner.cli import app
-from jaxrunner.selection import registry
+from jaxrunner.selection import explain, registry
 from tests.conftest import GOLDEN
 
 TINY = str(GOLDEN / "tiny" / "llama")
@@ -17,7 +17,6 @@ TINY = str(GOLDEN / "tiny" / "llama")
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch):
     monkeypatch.delenv("JAXRUNNER_RUNNER", raising=False)
-    monkeypatch.setitem(registry.HOMES, "host", registry.Home("jaxrunner.runner.no_such_runner", "HostRunner"))
 
 
 def run(*args, model=TINY):
@@ -40,8 +39,11 @@ def test_the_way_to_the_default_is_shown_rule_by_rule():
 
 
 def test_what_only_the_other_runner_reads_is_refused(monkeypatch):
-    monkeypatch.setitem(registry.HOMES, "host", registry.Home("json", "HostRunner"))
-    assert told("--runner", "host")["fields"]["bucket_policy"] == []
+    mine = {"device": "runner/device_runner.py: DeviceRunner", "host": "host_runner/runner.py: HostRunner"}
+    for name, place in mine.items():
+        assert told("--runner", name)["fields"]["bucket_policy"] == [f"{place}.__init__"]
+    monkeypatch.setattr(explain, "option_readers", lambda: {"runner": (), "bucket_policy": (mine["device"],)})
+    assert run("--runner", "device", "--bucket-policy", "refuse").exit_code == 0
     result = run("--runner", "host", "--bucket-policy", "refuse")
     assert result.exit_code == 1
     assert "bucket_policy: nothing reads it under jaxrunner with HostRunner" in result.stderr
@@ -62,6 +64,8 @@ def test_a_value_that_the_engine_would_refuse_is_refused():
 
 
 def test_a_runner_that_cannot_be_built_is_an_error_behind_the_way_to_it(monkeypatch):
+    assert run("--runner", "host").exit_code == 0
+    monkeypatch.setitem(registry.HOMES, "host", registry.Home("jaxrunner.runner.no_such_runner", "HostRunner"))
     result = run("--runner", "host")
     assert result.exit_code == 1
     assert "=> HostRunner" in result.stdout

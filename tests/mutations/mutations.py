@@ -6,22 +6,9 @@ the package and demands that every test named here fails.
 
 from __future__ import annotations
 
-import dataclasses
-
 from jaxrunner.state.fields import REQUEST_FIELDS, SAMPLING_FIELDS
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutation:
-    """fast: quick enough to be run within the test suite."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    fast: bool = False
-
+from tests.mutations.host_runner import HOST_RUNNER
+from tests.mutations.mutation import Mutation
 
 POISON_MIXED = "tests/stages/test_poison.py::test_poison_changes_no_live_bit[mixed-mistral]"
 POISON_DECODE = "tests/stages/test_poison.py::test_poison_changes_no_live_bit[decode-mistral]"
@@ -624,7 +611,7 @@ CONSTRAINTS = (
         "sampling/replay.py",
         "number = position - prompt_len",
         "number = position - 1 + 0 * prompt_len",
-        ("tests/runner/test_constraints.py::test_a_trace_is_replayed_and_then_the_request_goes_on_by_itself",),
+        ("tests/runner/test_constraints.py::test_a_trace_is_replayed_and_then_the_request_goes_on_by_itself[device]",),
     ),
     Mutation(
         "sample: a row without an id left gets one",
@@ -907,8 +894,8 @@ LOGPROBS = (
     ),
     Mutation(
         "prompts: a resumed request is scored again",
-        "runner/device_runner.py",
-        "if params.scores_prompt and len(tokens) == prompt_len else 0",
+        "runner/prompt_reports.py",
+        "if params.scores_prompt and num_tokens == prompt_len else 0",
         "if params.scores_prompt else 0",
         (PROMPTS + "test_k068_a_prompt_that_is_evicted_between_chunks_is_scored_whole",),
     ),
@@ -946,4 +933,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *CACHE,
     *GRAMMARS,
     *LOGPROBS,
+    *HOST_RUNNER,
 )

@@ -17,7 +17,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.mutations.mutations import MUTATIONS, Mutation
+from tests.mutations.mutation import Mutation
+from tests.mutations.mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 600

@@ -1,4 +1,4 @@
-"""A runner with processed log-probabilities of all ids, in which a NaN ends its request: one for all tests."""
+"""Runners with processed log-probabilities of all ids, in which a NaN ends its request: one of each for all tests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import DeviceRunner, SamplingParams
+from jaxrunner import DeviceRunner, HostRunner, SamplingParams
 from jaxrunner.compile.counter import CompileCounter
-from jaxrunner.state.runner_state import host_view
 from tests.conftest import GOLDEN, load_tiny
 from tests.oracle import logprobs as oracle
-from tests.runner.plans import CONFIG, GREEDY, LADDER, new, plan
+from tests.runner.plans import CONFIG, GREEDY, LADDER, new, num_computed, plan
 
 REPORTING = dataclasses.replace(CONFIG, logprobs_mode="processed_logprobs", max_logprobs=-1, nan_check="fail")
 DATA = np.load(GOLDEN / "tiny" / "llama" / "golden.npz")
@@ -22,20 +21,21 @@ BLOCKS = {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9], "d": [10, 11, 12]}
 VOCAB, DAMAGED, ATOL = 256, 201, 3e-4
 
 
-@pytest.fixture(scope="module")
-def table():
-    model, weights = load_tiny("llama")
-    runner = DeviceRunner(model, weights, REPORTING, ladder=LADDER)
-    runner.warm_up()
-    return runner.table
+@pytest.fixture(scope="module", params=[DeviceRunner, HostRunner], ids=["device", "host"])
+def warm(request):
+    """(class, table) of a runner."""
+    table = request.param(*load_tiny("llama"), REPORTING, ladder=LADDER).table
+    table.warm_up()
+    return request.param, table
 
 
 @pytest.fixture
-def runner(table):
+def runner(warm):
     """A token's embedding is NaN: whoever reads it has NaN logits from there on."""
     model, weights = load_tiny("llama")
     damaged = {**weights, "embed_tokens": weights["embed_tokens"].at[DAMAGED].set(jnp.nan)}
-    fresh = DeviceRunner(model, damaged, REPORTING, ladder=LADDER)
+    runner_class, table = warm
+    fresh = runner_class(model, damaged, REPORTING, ladder=LADDER)
     fresh.table = table
     return fresh
 
@@ -105,8 +105,7 @@ def test_a_nan_ends_its_request_and_touches_no_other(runner):
             assert tokens["a"] == tokens["d"] == []
             assert output.sampling_errors.keys() == {"a", "d"}
             assert "'a': 256 of its logits are NaN" in output.sampling_errors["a"]
-            computed = host_view(runner.state.requests.num_computed_tokens)
-            assert computed[runner.rows["a"]] == computed[runner.rows["d"]] == 0
+            assert num_computed(runner, "a") == num_computed(runner, "d") == 0
         else:
             assert output.sampling_errors == {}
     runner.audit()

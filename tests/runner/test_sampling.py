@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxrunner import SamplingParams
 from jaxrunner.state.runner_state import host_view
-from tests.runner.plans import new, plan, run
+from tests.runner.plans import both_runners, new, plan, run
 
 
 def step(runner, so):
@@ -14,6 +14,7 @@ def step(runner, so):
     return runner.sample_tokens()
 
 
+@both_runners
 def test_a_runner_reports_what_each_request_asks_for_and_samples_the_same(runner):
     """A chunk without a token, a decode beside a prefill, different numbers, and none when the asking one is gone."""
     asking = SamplingParams(temperature=0.8, seed=5, logprobs=3, top_k=20)
@@ -68,6 +69,7 @@ def test_a_row_forgets_the_stop_ids_of_its_last_owner(runner):
     assert not host_view(runner.state.sampling.lists)[row].any()
 
 
+@both_runners
 def test_a_batch_runs_in_the_lowest_tier_that_covers_it(runner):
     """Also when the request that asked for most has gone."""
     greedy, drawn = SamplingParams(temperature=0.0), SamplingParams(seed=1)

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from jaxrunner import LLM, DeviceRunner, RunnerConfig
+from jaxrunner import LLM, DeviceRunner, HostRunner, RunnerConfig
 from jaxrunner.errors import AdmissionError, NotBuiltError
 from jaxrunner.selection import own, registry
 from jaxrunner.selection.build import ENVIRONMENT, asked_runner, build_runner
@@ -86,8 +86,9 @@ def test_the_override_has_three_states(monkeypatch):
 
 
 def test_a_runner_refuses_a_configuration_that_asks_for_the_other():
-    with pytest.raises(AdmissionError, match="asks for runner 'host'; `build_runner`"):
-        DeviceRunner(*load_tiny("llama"), dataclasses.replace(CONFIG, runner="host"))
+    for runner, other in ((DeviceRunner, "host"), (HostRunner, "device")):
+        with pytest.raises(AdmissionError, match=f"asks for runner '{other}'; `build_runner`"):
+            runner(*load_tiny("llama"), dataclasses.replace(CONFIG, runner=other))
 
 
 @pytest.mark.parametrize("kind", ["is_hybrid", "is_attention_free"])

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrunner.compile.programs import Program
 from jaxrunner.timing.ranges import DEVICE_SCOPES, RANGES
-from tests.runner.plans import new, plan, run
+from tests.runner.plans import both_runners, new, plan, run
 
 
 def test_a_profile_shows_the_hosts_ranges(runner, tmp_path):
@@ -26,6 +26,7 @@ def test_a_profile_shows_the_hosts_ranges(runner, tmp_path):
     assert set(RANGES) <= names
 
 
+@both_runners
 @pytest.mark.parametrize("kind", ["step", "begin", "finish"])
 def test_operations_carry_the_scope_of_their_stage(runner, kind):
     programs = runner.table.programs
