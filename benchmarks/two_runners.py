@@ -5,16 +5,17 @@
 Three contenders: DeviceRunner with input preparation as a Mosaic kernel (on a Hopper GPU) and in XLA, and HostRunner,
 which does it in NumPy. Two loads: `decode`, where every request decodes, and `mixed`, where requests of 16 to 160
 prompt tokens and 32 to 224 generated ones come as others end, so that a step has decodes, chunks of prompts, admissions
-and releases. The model is so small that the host bounds the step, and the runners are synchronous: one step is
-`execute_model` and `sample_tokens`. The contenders take turns of TURN steps, and a turn is timed between two runs of
-`benchmarks.calibration`; rows hold medians over the turns in which the CPU was at its more frequent speed.
+and releases; its rows are of the steps with prompt tokens. The model is so small that the host bounds the step, and the
+runners are synchronous: one step is `execute_model` and `sample_tokens`. The contenders take turns of TURN steps, and a
+turn is timed between two runs of `benchmarks.calibration`; rows hold medians over the turns in which the CPU was at its
+more frequent speed.
 
 A row's `value` is the whole time of the runner, `host_us` that without the calls of executables (`dispatch_us`) and
 without waiting for the tokens (`wait_us`, the device's time and the copy). `stages` are the ranges of
-`jaxrunner.timing`; `upload_us` is what a call takes longer with a NumPy array of the step's size than with one that is
-on the device, a part of `dispatch_us`. `scheduler_us` is the engine's and not part of `value`. A row is void if
-anything was compiled in its window. `inputs/...`: steps whose prepared inputs were equal bit for bit, after the
-requests were brought into one order.
+`jaxrunner.timing`, and the rest; `upload_us` is what a call takes longer with a NumPy array of the step's size than
+with one that is on the device, a part of `dispatch_us`. `scheduler_us` is the engine's and not part of `value`. A row
+is void if anything was compiled in its window. `inputs/...`: steps whose prepared inputs were equal bit for bit, after
+the requests were brought into one order.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from benchmarks import report  # noqa: E402
 from benchmarks.calibration import calibrate, speed  # noqa: E402
 from benchmarks.two_runners_inputs import Inputs, capture, difference  # noqa: E402
 from benchmarks.two_runners_plot import draw  # noqa: E402
-from jaxrunner import Ladder, RunnerConfig, SamplingParams, StepTimer, StepTimes, build_runner  # noqa: E402
+from jaxrunner import Ladder, RunnerConfig, SamplingParams, StepTimer, build_runner  # noqa: E402
 from jaxrunner.compile.counter import CompileCounter  # noqa: E402
 from jaxrunner.engine.request import Request  # noqa: E402
 from jaxrunner.engine.scheduler import Scheduler  # noqa: E402
@@ -78,7 +79,7 @@ def ways() -> list[Way]:
 
 
 class Contender:
-    """One runner with a scheduler of its own. times: of the steps of the last turn."""
+    """One runner with a scheduler of its own. num_tokens: of each request in the last step."""
 
     def __init__(self, way: Way, model: Model, weights: Any, num_reqs: int):
         self.way, self.num_reqs = way, num_reqs
@@ -95,7 +96,7 @@ class Contender:
         ladder = Ladder((num_reqs,), (budget,), (num_reqs,), tiers=("greedy",))
         self.runner = build_runner(model, weights, self.config, ladder=ladder)
         self.runner.warm_up()
-        self.upload_words = 0
+        self.upload_words, self.num_tokens = 0, []
         self.is_mixed = False
         self._start_over()
 
@@ -108,7 +109,7 @@ class Contender:
         """Every request decodes from now on; blocks fill up at different steps."""
         for i in range(self.num_reqs):
             self._add(17 + i % BLOCK_SIZE, MAX_MODEL_LEN - 64)
-        while any(request.num_tokens == len(request.prompt_token_ids) for request in self._requests()):
+        while self.num_tokens != [1] * self.num_reqs:
             self.step()
 
     def mix(self) -> None:
@@ -130,6 +131,7 @@ class Contender:
                 self._add(int(self._rng.integers(*PROMPT)), int(self._rng.integers(*OUTPUT)))
         begun = time.perf_counter_ns()
         plan, frame = self.scheduler.schedule()
+        self.num_tokens = list(plan.num_scheduled_tokens.values())
         planned = time.perf_counter_ns()
         output = self.runner.execute_model(plan)
         if output is None:
@@ -143,7 +145,12 @@ class Contender:
         before = calibrate()
         with StepTimer(self.runner, capacity=TURN) as timer:
             spent = np.array([self.step() for _ in range(TURN)]) / 1e3
-        return Turn(speed(before, calibrate()), spent[:, 0], spent[:, 1], timer.times)
+        times, cpu = timer.times, speed(before, calibrate())
+        ranges = {name: times.us(name) for name in RANGES}
+        # Of the mixed load only steps with pieces of prompts.
+        kept = times.num_tokens > times.num_reqs if self.is_mixed else np.full(TURN, True)
+        ranges = {name: us[kept] for name, us in ranges.items()}
+        return Turn(cpu, spent[kept, 0], spent[kept, 1], times.num_tokens[kept], ranges)
 
     def inputs(self) -> Inputs:
         """Run a step; what its forward pass was given."""
@@ -165,12 +172,13 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """cpu: "fast", "slow" or "mixed". runner_us, scheduler_us: of each step."""
+    """cpu: "fast", "slow" or "mixed". Of each step, runner_us, scheduler_us, and spent: range -> microseconds."""
 
     cpu: str
     runner_us: np.ndarray
     scheduler_us: np.ndarray
-    times: StepTimes
+    num_tokens: np.ndarray
+    spent: dict[str, np.ndarray]
 
 
 def measure(contenders: list[Contender], load: str, share: float) -> list[report.Row]:
@@ -189,12 +197,15 @@ def measure(contenders: list[Contender], load: str, share: float) -> list[report
 
 
 def row_of(contender: Contender, load: str, turns: list[Turn], usual: str) -> report.Row:
+    name = f"two_runners/{load}/r{contender.num_reqs}/{contender.way.name}"
     chosen = [t for t in turns if t.cpu == usual] or turns
     value = np.concatenate([t.runner_us for t in chosen])
-    ranges = {name: np.concatenate([t.times.us(name) for t in chosen]) for name in RANGES}
-    dispatch, wait = sum(ranges[name] for name in DISPATCH), ranges["wait"]
+    if not len(value):
+        return {"name": name, "value": None, "unit": "us", "void": "no step had what is timed"}
+    ranges = {each: np.concatenate([t.spent[each] for t in chosen]) for each in RANGES}
+    dispatch, wait = sum(ranges[each] for each in DISPATCH), ranges["wait"]
     return {
-        "name": f"two_runners/{load}/r{contender.num_reqs}/{contender.way.name}",
+        "name": name,
         "value": _median(value),
         "unit": "us",
         "p10": round(float(np.percentile(value, 10)), 1),
@@ -204,11 +215,11 @@ def row_of(contender: Contender, load: str, turns: list[Turn], usual: str) -> re
         "upload_us": upload_us(contender.upload_words),
         "wait_us": _median(wait),
         "scheduler_us": _median(np.concatenate([t.scheduler_us for t in chosen])),
-        "stages": {name: _median(us) for name, us in ranges.items()},
+        "stages": {each: _median(us) for each, us in ranges.items()} | {"rest": _median(value - sum(ranges.values()))},
         "steps": len(value),
-        "tokens": _median(np.concatenate([t.times.num_tokens for t in chosen])),
+        "tokens": _median(np.concatenate([t.num_tokens for t in chosen])),
         "cpu": chosen[0].cpu,
-        "turns": [[t.cpu, _median(t.runner_us)] for t in turns],
+        "turns": [[t.cpu, _median(t.runner_us)] for t in turns if len(t.runner_us)],
     }
 
 
@@ -246,37 +257,43 @@ def check_inputs(contenders: list[Contender], row: report.Row) -> report.Row:
     return row | {"value": CHECKED, "contenders": [c.way.name for c in contenders]}
 
 
+def measure_size(result: report.Report, model: Model, weights: Any, num_reqs: int, share: float, row: report.Row):
+    """All rows of a size. share: seconds for the turns of each load."""
+    begun = time.perf_counter()
+    contenders = [Contender(way, model, weights, num_reqs) for way in ways()]
+    for load in ("decode", "mixed"):
+        for contender in contenders:
+            (contender.decode if load == "decode" else contender.mix)()
+        head = {"name": f"two_runners/inputs/{load}/r{num_reqs}", "value": None, "unit": "steps"}
+        result.add(check_inputs(contenders, head))
+        for each in measure(contenders, load, share):
+            result.add(each)
+    return row | {"value": round(time.perf_counter() - begun, 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs="+", default=[512, 256, 64, 1024, 128])
-    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--seconds", type=float, default=150, help="no size is begun after that")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "two_runners.json")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "two_runners.svg")
     options = parser.parse_args()
     model = GPU_MODEL if jax.default_backend() == "gpu" else CPU_MODEL
     conditions = report.conditions(model=f"hidden {model.hidden_size}, {model.num_layers} layers", turn_steps=TURN)
     result = report.Report(options.output, conditions, seconds=options.seconds)
-    weights = random_weights(model)
-    left_out = []
+    weights, share = random_weights(model), options.seconds / 5 / len(options.requests)
     for num_reqs in options.requests:
         if not result.left:
-            left_out.append(num_reqs)
+            conditions.setdefault("requests_left_out", []).append(num_reqs)
             continue
-        contenders = [Contender(way, model, weights, num_reqs) for way in ways()]
         shown = len(result.rows)
-        for load in ("decode", "mixed"):
-            for contender in contenders:
-                (contender.decode if load == "decode" else contender.mix)()
-            head = {"name": f"two_runners/inputs/{load}/r{num_reqs}", "value": None, "unit": "steps"}
-            result.add(check_inputs(contenders, head))
-            for row in measure(contenders, load, share=options.seconds / 4 / len(options.requests)):
-                result.add(row)
+        row = {"name": f"two_runners/seconds/r{num_reqs}", "value": None, "unit": "s"}
+        result.add(report.guarded(row, functools.partial(measure_size, result, model, weights, num_reqs, share, row)))
         report.show(result.rows[shown:], leave_out=("turns", "p10", "p90"))
-    result.conditions["requests_left_out"] = left_out
     result.write()
     draw(result.rows, conditions, options.plot)
-    if any("void" in row for row in result.rows):
-        sys.exit("a row is void")
+    if any("void" in row or "error" in row for row in result.rows):
+        sys.exit("a row has no value")
 
 
 if __name__ == "__main__":

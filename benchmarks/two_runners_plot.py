@@ -7,9 +7,19 @@ from typing import Any
 
 from jaxrunner.ladder.pictures import COLORS, new_figure, save
 
-STAGES = ("preprocess", "inputs", "lookup", "bookkeeping", "postprocess", "admit", "forward", "sample")
-LABELS = {"preprocess": "rows and checks", "inputs": "input preparation", "lookup": "bucket lookup", "rest": "rest"}
-STAGE_COLORS = dict(zip((*STAGES, "rest"), (*COLORS, "#bab0ac", "#dddddd"), strict=True))
+LABELS = {
+    "preprocess": "rows and checks",
+    "inputs": "input preparation",
+    "lookup": "bucket lookup",
+    "bookkeeping": "bookkeeping",
+    "postprocess": "output",
+    "rest": "rest",
+    "admit": "call: admissions",
+    "forward": "call: step or first half",
+    "sample": "call: second half",
+}
+"""Stage -> what the legend says, from the bottom up."""
+STAGE_COLORS = dict(zip(LABELS, (*COLORS[:5], "#dddddd", *COLORS[5:], "#bab0ac"), strict=True))
 
 
 def draw(rows: list[dict[str, Any]], conditions: dict[str, Any], path: Path) -> None:
@@ -33,15 +43,11 @@ def _panel(ax: Any, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         _, _, size, name = row["name"].split("/")
         x = sizes.index(int(size[1:])) + (names.index(name) - (len(names) - 1) / 2) * width
-        stages = row["stages"]
-        heights = {stage: stages[stage] for stage in STAGES}
-        heights["rest"] = max(row["value"] - row["wait_us"] - sum(heights.values()), 0.0)
         base = 0.0
-        for stage, height in heights.items():
-            first = row is rows[0]
-            label = LABELS.get(stage, stage) if first else None
-            ax.bar(x, height, width * 0.92, base, color=STAGE_COLORS[stage], label=label)
+        for stage, color in STAGE_COLORS.items():
+            height = row["stages"][stage]
+            ax.bar(x, height, width * 0.92, base, color=color, label=LABELS[stage] if row is rows[0] else None)
             base += height
         ax.text(x, base, f" {name}", rotation=90, ha="center", va="bottom", fontsize=7)
     ax.set(xticks=range(len(sizes)), xticklabels=sizes, xlabel="requests", ylabel="microseconds")
-    ax.margins(y=0.25)
+    ax.set_ylim(0, 1.3 * max(sum(row["stages"].values()) - row["wait_us"] for row in rows))
