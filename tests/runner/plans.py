@@ -82,13 +82,9 @@ def snapshot(runner) -> list[np.ndarray]:
     return [host_view(runner.state.requests.counters), host_view(runner.state.tables.num_blocks)]
 
 
-def lists_of(runner, req_row: int) -> np.ndarray:
+def lists_of(runner, row: int) -> np.ndarray:
     """i32[W], the lists of a row, see `request_lists`."""
-    return (
-        runner.lists.lists[req_row]
-        if isinstance(runner, HostRunner)
-        else host_view(runner.state.sampling.lists)[req_row]
-    )
+    return host_view(runner.lists.lists if isinstance(runner, HostRunner) else runner.state.sampling.lists)[row]
 
 
 def request_values(runner) -> dict[str, np.ndarray]:
