@@ -3,7 +3,8 @@
     python benchmarks/host_step.py [--requests 8 64 256] [--runner device host] [--output FILE]
 
 Measured is everything the host does for a steady decode: planning, checks, the packed upload, and taking the result.
-Of the host runner also its input preparation alone: ordering the rows, refreshing metadata, writing the upload.
+Also by stage: microseconds of each method of the runner that takes part, and of a host runner their sum over those that
+prepare inputs (ordering the rows, refreshing metadata, writing the upload).
 Also counted: Python function calls per step, which must not grow with the number of requests.
 """
 
@@ -33,6 +34,11 @@ from jaxrunner.stages.sample import StepOutput  # noqa: E402
 MODEL = Model("LlamaForCausalLM", 512, 32, 64, 2, 1, 16, (LayerSpec(),), max_position_embeddings=4096)
 WARM_UP, STEPS = 20, 300
 RUNNERS: dict[str, type] = {"device": DeviceRunner, "host": HostRunner}
+STAGES = {
+    "device": ("_check", "update_states", "build_inputs", "_pack"),
+    "host": ("_check", "update_states", "_order", "_refresh", "prepare_inputs", "_take_off", "_land"),
+}
+PREPARATION = ("_order", "_refresh", "prepare_inputs")
 
 
 class _Answer(np.ndarray):
@@ -117,33 +123,36 @@ def measure(num_requests: int, runner: str) -> list[dict]:
         },
         {"name": f"{name}/python_calls", "value": calls, "unit": "calls"},
     ]
+    stages = stage_times(engine, STAGES[runner])
     if runner == "host":
-        preparing = prepare_times(engine)
-        entry = {"name": f"{name}/input_preparation", "value": round(statistics.median(preparing), 1), "unit": "us"}
-        rows.append(entry | {"p90": sorted(preparing)[int(STEPS * 0.9)]})
+        stages["input_preparation"] = sum(stages[stage] for stage in PREPARATION)
+    for stage, spent in stages.items():
+        value, p90 = np.percentile(spent, [50, 90]).round(1).tolist()
+        rows.append({"name": f"{name}/{stage.strip('_')}", "value": value, "unit": "us", "p90": p90})
     return rows
 
 
-def prepare_times(engine: StubEngine) -> list[float]:
-    """Microseconds of each step between the plan's row changes and the launch."""
-    runner, times = engine.runner, []
-    order, prepare = runner._order, runner.prepare_inputs
-    began = 0.0
+def stage_times(engine: StubEngine, stages: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Microseconds that each step spends in these methods of the runner."""
+    spent: dict[str, list[float]] = {stage: [] for stage in stages}
 
-    def timed_order(plan):
-        nonlocal began
-        began = time.perf_counter()
-        return order(plan)
+    def timed(stage: str, method):
+        def call(*args, **options):
+            began = time.perf_counter()
+            try:
+                return method(*args, **options)
+            finally:
+                spent[stage][-1] += (time.perf_counter() - began) * 1e6
 
-    def timed_prepare(metadata):
-        result = prepare(metadata)
-        times.append((time.perf_counter() - began) * 1e6)
-        return result
+        return call
 
-    runner._order, runner.prepare_inputs = timed_order, timed_prepare
+    for stage in stages:
+        setattr(engine.runner, stage, timed(stage, getattr(engine.runner, stage)))
     for _ in range(STEPS):
+        for times in spent.values():
+            times.append(0)
         engine.step()
-    return times
+    return {stage: np.array(times) for stage, times in spent.items()}
 
 
 def main() -> None:

@@ -28,7 +28,6 @@ class ArrayRows:
         removed = list(update.removed)
         self._source[removed], self._new[removed] = NONE, None
         for added in update.added:
-            self._source[added.row] = NONE
             self._new[added.row] = request_rows(added.params, self._sets, added.num_tokens, added.kept)
         follow(self._source, update.moved, NONE)
         follow(self._new, update.moved, None)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import LLM, FlightRecorder, HostRunner, Ladder, SamplingParams, fork_state
-from jaxrunner.contract import KVCacheBlockCopy
+from jaxrunner import LLM, FlightRecorder, HostRunner, Ladder, SamplingParams, StructuredOutputsParams, fork_state
+from jaxrunner.contract import GrammarOutput, KVCacheBlockCopy
 from jaxrunner.errors import AdmissionError, InvariantError, NotBuiltError
 from tests.conftest import GOLDEN, load_tiny
 from tests.host_runner.plans import host_runner
-from tests.runner.plans import new, num_computed, plan, run
+from tests.runner.plans import CONFIG, GREEDY, new, num_computed, plan, run
 
 TINY = str(GOLDEN / "tiny" / "llama")
 ONLY_5 = SamplingParams(temperature=0.0, allowed_token_ids=[5], ignore_eos=True)
@@ -85,6 +86,61 @@ def test_a_request_without_an_id_left_is_as_before_although_a_later_step_was_lau
     assert failed == [["a"], ["a"], [], []]
     assert num_computed(host, "a") == 0
     assert int(host.batch.rows.known[host.rows["a"]]) == 2
+
+
+def test_a_mask_without_an_id_is_reported_with_both_steps_that_were_launched_before_anybody_knew(host_table):
+    """The later step has a mask that would leave an id, but no input."""
+    host = host_runner(load_tiny("llama"), host_table, async_scheduling=True)
+    structured = dataclasses.replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="[a-z]*"))
+    none, every = (GrammarOutput(["a"], np.full((1, 8), word, np.int32)) for word in (0, -1))
+    host.execute_model(plan({"a": 2, "b": 2}, [new("a", [3, 4], [1], structured), new("b", [3, 4], [2])]))
+    outputs = [host.sample_tokens(none)]
+    for counts, mask in (({"a": 1, "b": 1}, every), ({"b": 1}, None), ({"a": 2, "b": 1}, every)):
+        host.execute_model(plan(counts))
+        outputs.append(host.sample_tokens(mask))
+    results = [o.get_output() for o in outputs]
+    assert [list(r.sampling_errors) for r in results] == [["a"], ["a"], [], []]
+    alone = run(host_runner(load_tiny("llama"), host_table), plan({"x": 2}, [new("x", [3, 4], [1])]))["x"]
+    last = results[3]
+    assert last.sampled_token_ids[last.req_id_to_index["a"]] == alone, "it begins again where it was"
+
+
+def test_a_request_has_one_number_of_its_own_for_its_life(host):
+    """What `SamplingContext.rows` says, whichever row of the batch the request is in."""
+    of = {}
+    prompt = [3, 4, 5, 6]
+    fresh = {name: new(name, prompt, [i + 1]) for i, name in enumerate("abcdef")}
+    steps = [
+        plan({"a": 2, "b": 4, "c": 4}, [fresh["a"], fresh["b"], fresh["c"]]),
+        plan({"c": 1, "a": 2}),
+        plan({"c": 1, "d": 4, "e": 4}, [fresh["d"], fresh["e"]], finished_req_ids={"a"}),
+        plan({"f": 4, "b": 1}, [fresh["f"]], finished_req_ids={"c"}),
+    ]
+    for so in steps:
+        run(host, so)
+        seen = {name: int(host.batch.rows.number[row]) for name, row in host.rows.items()}
+        assert of | seen == seen | of, "the number of a request has changed"
+        assert len(set(seen.values())) == len(seen)
+        assert all(1 <= number <= CONFIG.max_num_seqs for number in seen.values())
+        of |= seen
+    assert not host.batch.rows.number[host.batch.num_reqs :].any()
+
+
+def test_k001_k003_what_nobody_computed_has_no_influence(host_table):
+    """The cache is NaN but for what a step writes; three of four rows live, in padded steps of both kinds."""
+    seen = []
+    for junk in (0.0, np.nan):
+        host = host_runner(load_tiny("llama"), host_table)
+        blocks = tuple(jnp.full_like(b, junk) for b in host.carry.kv.blocks)
+        host.carry = host.carry.replace(kv=host.carry.kv.replace(blocks=blocks))
+        drawn = SamplingParams(seed=3, top_k=30, logprobs=2)
+        fresh = [new("a", [5, 9, 17], [1]), new("b", [4] * 9, [2, 3], drawn), new("c", [7], [4], drawn)]
+        tokens = [run(host, plan({"a": 3, "b": 9, "c": 1}, fresh))]
+        tokens += [run(host, plan({"a": 1, "b": 1, "c": 1})) for _ in range(4)]
+        seen.append(tokens)
+        last = np.asarray(host.carry.kv.blocks[0][:, :, 5:])
+        assert np.isnan(last).all() if np.isnan(junk) else (last == 0).all(), "padding wrote into somebody's block"
+    assert seen[0] == seen[1]
 
 
 def test_a_plan_without_tokens_still_finishes_frees_and_writes(host):

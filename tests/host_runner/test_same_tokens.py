@@ -124,7 +124,7 @@ def compare(device, host, failed: set[str]) -> None:
         (CUSTOM, (*CUSTOM_KINDS, *KINDS[:6]), 0, 1),
         (CUSTOM, (*CUSTOM_KINDS, *KINDS[:6]), 1, 4),
     ],
-    ids=lambda value: str(value) if isinstance(value, int) else "",
+    ids=["plain", "plain-async", "plain-async-again", "custom", "custom-async"],
 )
 def test_random_lives_of_sampled_requests(config, kinds, depth, seed):
     rng = np.random.default_rng(seed)

@@ -13,6 +13,9 @@ STAGING = "tests/host_runner/test_staging.py::"
 CASES = "tests/host_runner/test_known_cases.py::"
 GARBAGE = ARRAYS + "test_a_buffer_full_of_garbage_is_rewritten_whole[ragged]"
 SMALLER = ARRAYS + "test_k003_k006_a_smaller_step_after_a_larger_one_leaves_neutral_padding"
+PROMPTS = "tests/runner/test_prompt_logprobs.py::"
+LATE_NAN = "tests/runner/test_reports.py::test_a_nan_is_reported_with_both_steps_that_were_launched_before_anybody_knew"
+FOLLOWED = "tests/host_runner/test_array_rows.py::test_every_row_has_the_arrays_of_its_request"
 RECORDS = BATCH + "test_records_alone_tell_who_is_where"
 
 MOVED_FIELDS = tuple(
@@ -132,7 +135,7 @@ ROWS = (
         PACKAGE + "runner.py",
         "rows.flight_row[: metadata.num_reqs, self._column]",
         "np.where(rows.flight_row[: metadata.num_reqs, self._column] == NONE, NONE, np.arange(metadata.num_reqs))",
-        ("tests/host_runner/test_same_tokens.py::test_random_lives_of_sampled_requests[1-2]",),
+        ("tests/host_runner/test_same_tokens.py::test_random_lives_of_sampled_requests[plain-async]",),
     ),
     Mutation(
         "host runner: a step without a token counts",
@@ -140,6 +143,90 @@ ROWS = (
         "self._undo(flown[np.asarray(output.failed)[places]])",
         "pass",
         (CASES + "test_a_request_without_an_id_left_is_as_before_although_a_later_step_was_launched",),
+    ),
+    Mutation(
+        "host runner: a structured decode is fused",
+        PACKAGE + "runner.py",
+        "has_grammar=bool(metadata.is_structured.any())",
+        "has_grammar=False",
+        ("tests/runner/test_grammar.py::test_k070_a_mask_finds_its_row_by_its_request[host]",),
+    ),
+    Mutation(
+        "host runner: a one-token chunk of a prompt that is scored runs as a decode",
+        PACKAGE + "runner.py",
+        " == num_tokens and not keeps_tokens else None",
+        " == num_tokens else None",
+        (PROMPTS + "test_every_chunking_gives_the_scores_of_the_whole_prompt[chunks1-host]",),
+    ),
+    Mutation(
+        "host runner: scores of an evicted prompt stay",
+        PACKAGE + "runner.py",
+        "            self._prompts.drop(req_id)\n",
+        "",
+        (PROMPTS + "test_an_id_that_comes_back_in_one_step_begins_anew[host]",),
+    ),
+    Mutation(
+        "host runner: prompts are scored against the lists of other rows",
+        PACKAGE + "second_half.py",
+        'lists[part["row"], ',
+        'lists[0 * part["row"], ',
+        (PROMPTS + "test_requests_in_one_step_get_what_each_asked_for[host]",),
+    ),
+    Mutation(
+        "host runner: a row whose last step failed is sampled",
+        PACKAGE + "first_half.py",
+        "(self.seq_lens >= self.total_len) & ~self.stuck",
+        "(self.seq_lens >= self.total_len)",
+        (LATE_NAN + "[host-split]", LATE_NAN + "[host-fused]"),
+    ),
+    Mutation(
+        "host runner: a row whose last step failed does not say why",
+        PACKAGE + "second_half.py",
+        "jnp.where(rows.stuck, rows.before[:, NUM_NANS], output.num_nans)",
+        "output.num_nans",
+        (LATE_NAN + "[host-split]", LATE_NAN + "[host-fused]"),
+    ),
+    Mutation(
+        "host runner: arrays of a row without a token are updated",
+        PACKAGE + "second_half.py",
+        "jnp.where(output.num_sampled > 0, jnp.arange(num_reqs), carry.num_rows)",
+        "jnp.arange(num_reqs)",
+        ("tests/runner/test_custom.py::test_a_sampler_that_takes_no_id_fails_its_request_alone[host]",),
+    ),
+    Mutation(
+        "dense batch: two requests have one number",
+        PACKAGE + "dense_batch.py",
+        "self._numbers.pop()",
+        "1",
+        (CASES + "test_a_request_has_one_number_of_its_own_for_its_life",),
+    ),
+    Mutation(
+        "array rows: the device does not hear of moves",
+        PACKAGE + "array_rows.py",
+        "follow(self._source, update.moved, NONE)",
+        "pass",
+        (FOLLOWED, "tests/runner/test_custom.py::test_neighbours_do_not_notice[host]"),
+    ),
+    Mutation(
+        "array rows: every call moves the rows again",
+        PACKAGE + "array_rows.py",
+        "            source = np.arange(self._num_rows)\n",
+        "",
+        ("tests/host_runner/test_array_rows.py::test_many_new_requests_go_up_in_calls_of_bounded_size[4095-2]",),
+    ),
+    Mutation(
+        "arrange: rows that were left keep their arrays",
+        PACKAGE + "device_carry.py",
+        "is_there = (source != NONE)",
+        "is_there = (source >= NONE)",
+        (FOLLOWED,),
+    ),
+    Mutation(
+        "arrange: unused places of an upload write",
+        PACKAGE + "device_carry.py",
+        'jnp.where(jnp.arange(len(new)) < part["num_new"], new, out_of_range)',
+        "new + 0 * out_of_range",
+        (FOLLOWED,),
     ),
     Mutation(
         "staging: a buffer is handed out while it is read",

@@ -70,6 +70,23 @@ def num_computed(runner, req_id: str) -> int:
     return int(host_view(runner.state.requests.num_computed_tokens)[row])
 
 
+def kept_on_device(runner):
+    """What it donates to its programs."""
+    return runner.carry if isinstance(runner, HostRunner) else runner.state
+
+
+def snapshot(runner) -> list[np.ndarray]:
+    """Copies of what its runner knows of the requests."""
+    if isinstance(runner, HostRunner):
+        return [getattr(runner.batch.rows, field.name).copy() for field in runner.batch.rows.fields]
+    return [host_view(runner.state.requests.counters), host_view(runner.state.tables.num_blocks)]
+
+
+def lists_of(runner, row: int) -> np.ndarray:
+    """i32[W], the lists of a row, see `request_lists`."""
+    return host_view(runner.lists.lists if isinstance(runner, HostRunner) else runner.state.sampling.lists)[row]
+
+
 def request_values(runner) -> dict[str, np.ndarray]:
     """Name -> values now, by row, of the arrays that requests have for the user's functions."""
     if not isinstance(runner, HostRunner):

@@ -16,7 +16,7 @@ from jaxrunner.sampling.packed_bits import pack_bits
 from jaxrunner.stages.sample import StepOutput
 from jaxrunner.state.runner_state import host_view
 from tests.conftest import load_tiny
-from tests.runner.plans import CONFIG, GREEDY, LADDER, both_runners, new, num_computed, plan, run
+from tests.runner.plans import CONFIG, GREEDY, LADDER, both_runners, lists_of, new, num_computed, plan, run
 
 PROMPT, BLOCKS = [5, 9, 17, 9], {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9], "d": [10, 11, 12]}
 HEAVY = SamplingParams(
@@ -162,15 +162,16 @@ def test_masks_are_taken_apart_as_numpy_does_it():
         assert masks.of_request(row).tolist() == np.flatnonzero(expected).tolist()
 
 
+@both_runners
 def test_k010_a_row_forgets_every_list_of_its_last_owner(runner):
     free = complete(runner, "a", GREEDY, 4)
     everything = dataclasses.replace(HEAVY, allowed_token_ids=[3, 4], min_tokens=2, replay_token_ids=[3])
     complete(runner, "b", everything, 3, gone="a")
     row = runner.rows["b"]
-    assert host_view(runner.state.sampling.lists)[row].any()
+    assert lists_of(runner, row).any()
     assert complete(runner, "c", GREEDY, 4, gone="b") == free
     assert runner.rows["c"] == row
-    assert not host_view(runner.state.sampling.lists)[row].any()
+    assert not lists_of(runner, row).any()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jaxrunner.contract import (
 )
 from jaxrunner.errors import AdmissionError, CapacityError, NotBuiltError
 from jaxrunner.state.runner_state import host_view
-from tests.runner.plans import both_runners, new, plan, run
+from tests.runner.plans import both_runners, new, plan, run, snapshot
 
 
 @both_runners
@@ -168,6 +168,7 @@ def test_every_contract_field_is_acted_on_or_refused():
     }
 
 
+@both_runners
 @pytest.mark.parametrize(
     ("scheduler_output", "message"),
     [
@@ -192,11 +193,12 @@ def test_every_contract_field_is_acted_on_or_refused():
 )
 def test_a_bad_plan_raises_before_anything_changes(runner, scheduler_output, message):
     run(runner, plan({"good": 3}, [new("good", [5, 6, 7], [9])]))
-    before = host_view(runner.state.requests.counters)
+    before = snapshot(runner)
     with pytest.raises(AdmissionError, match=message):
         runner.execute_model(scheduler_output)
     assert len(runner.rows) == 1
-    np.testing.assert_array_equal(host_view(runner.state.requests.counters), before)
+    for was, now in zip(before, snapshot(runner), strict=True):
+        np.testing.assert_array_equal(now, was)
     assert len(run(runner, plan({"good": 1}))["good"]) == 1
 
 

@@ -23,7 +23,7 @@ from jaxrunner.state.request_arrays import request_rows
 from jaxrunner.state.runner_state import host_view
 from tests.conftest import load_tiny
 from tests.runner.conftest import table_of
-from tests.runner.plans import CONFIG, GREEDY, LADDER, both_runners, new, plan, request_values, run
+from tests.runner.plans import CONFIG, GREEDY, LADDER, both_runners, kept_on_device, new, plan, request_values, run
 from tests.sampling.custom import counted, nudge, picky
 
 PROMPT, BLOCKS = list(range(40, 50)), {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9], "d": [10, 11, 12]}
@@ -149,8 +149,7 @@ def test_a_row_forgets_the_arrays_of_its_last_owner(runner):
     runner.execute_model(plan({}, finished_req_ids={"c"}))
     if isinstance(runner, HostRunner):
         runner._arrange()
-    extras = runner.carry.extras if isinstance(runner, HostRunner) else runner.state.extras
-    assert all(not host_view(value)[row].any() for value in extras.values())
+    assert all(not host_view(value)[row].any() for value in kept_on_device(runner).extras.values())
 
 
 @both_runners

@@ -7,13 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrunner import SamplingParams
+from jaxrunner import HostRunner, SamplingParams
 from jaxrunner.compile.counter import CompileCounter
 from jaxrunner.contract import KVCacheBlockCopy
 from jaxrunner.errors import AdmissionError
 from jaxrunner.state.runner_state import host_view
 from tests.conftest import GOLDEN
-from tests.runner.plans import CONFIG, both_runners, new, plan, run
+from tests.runner.plans import CONFIG, both_runners, new, plan, run, snapshot
 
 BLOCKS = {"a": list(range(1, 8)), "b": list(range(8, 20)), "c": list(range(20, 32))}
 
@@ -99,6 +99,7 @@ def test_a_new_request_replaces_one_of_its_id_without_a_finish(runner, golden):
     runner.audit()
 
 
+@both_runners
 def test_preemption_and_resumption_continue_the_same_tokens(runner, golden):
     """K015: the resumed prefill covers prompt and outputs, and samples after the last of them only."""
     prompt, greedy = golden[1]
@@ -108,8 +109,9 @@ def test_preemption_and_resumption_continue_the_same_tokens(runner, golden):
     rest = complete(runner, "a", prompt, 4, chunk=5, prefill_token_ids=prompt + first)
     assert first + rest == greedy[:8]
     row = runner.rows["a"]
-    assert int(host_view(runner.state.requests.prompt_len)[row]) == len(prompt)
-    assert int(host_view(runner.state.requests.prefill_len)[row]) == len(prompt) + 4
+    rows = runner.batch.rows if isinstance(runner, HostRunner) else runner.state.requests
+    assert host_view(rows.prompt_len)[row] == len(prompt)
+    assert host_view(rows.prefill_len)[row] == len(prompt) + 4
 
 
 @both_runners
@@ -151,6 +153,7 @@ def test_blocks_are_zeroed_and_copied_before_the_forward_pass(runner, golden):
     assert not np.asarray(runner.state.kv.blocks[0][:, :, BLOCKS["b"][0] + 3]).any()
 
 
+@both_runners
 def test_a_known_request_is_not_run_past_its_tokens_its_blocks_or_the_context(runner, golden):
     """Each plan is refused before anything has changed: the requests go on as if it had not come."""
     (p0, g0), (p1, g1), _ = golden
@@ -162,10 +165,11 @@ def test_a_known_request_is_not_run_past_its_tokens_its_blocks_or_the_context(ru
     assert (len(p0), len(p1)) == (1, 17)
     assert run(runner, plan({"a": 1, "b": 9}, [new("a", p0, BLOCKS["a"]), new("b", p1, [8, 9])]))["a"] == g0[:1]
     for message, so in refused.items():
-        before = host_view(runner.state.requests.counters)
+        before = snapshot(runner)
         with pytest.raises(AdmissionError, match=message):
             runner.execute_model(so)
-        np.testing.assert_array_equal(host_view(runner.state.requests.counters), before)
+        for was, now in zip(before, snapshot(runner), strict=True):
+            np.testing.assert_array_equal(now, was)
     assert run(runner, plan({"a": 1, "b": 8}, blocks={"b": [10]})) == {"a": g0[1:2], "b": g1[:1]}
 
 
@@ -237,6 +241,7 @@ def test_seeded_draws_do_not_depend_on_neighbours_rows_or_order(runner, golden):
     assert beside == alone
 
 
+@both_runners
 def test_k040_a_prompt_that_fills_the_context_gives_one_token(runner):
     """Rule: it is run, its one token is returned, and nothing is stored past the last column."""
     prompt = [int(x) for x in np.random.default_rng(0).integers(2, 200, 96)]
@@ -244,7 +249,8 @@ def test_k040_a_prompt_that_fills_the_context_gives_one_token(runner):
     run(runner, plan({"a": 32}, [new("a", prompt, blocks)]))
     run(runner, plan({"a": 32}))
     assert len(run(runner, plan({"a": 32}))["a"]) == 1
-    assert host_view(runner.state.requests.token_ids)[runner.rows["a"]].tolist() == prompt
+    rows = runner.batch.rows if isinstance(runner, HostRunner) else runner.state.requests
+    assert host_view(rows.token_ids)[runner.rows["a"]].tolist() == prompt
 
 
 @both_runners
