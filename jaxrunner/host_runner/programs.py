@@ -103,7 +103,8 @@ class HostPrograms(Programs):
         return jax.ShapeDtypeStruct((self.num_rows, self.sizes.list_sizes.width), jnp.int32)
 
     def _finish_options(self, program: Program) -> dict[str, Any]:
-        return {"tier": program.tier, "num_reqs": program.size, "custom": self.custom}
+        options = {"tier": program.tier, "num_reqs": program.size, "custom": self.custom}
+        return options | {"implementation": self.implementation}
 
     def _finish_shapes(self, program: Program) -> tuple[jax.ShapeDtypeStruct | None, ...]:
         mask = jax.ShapeDtypeStruct((program.size, num_words(self.model.vocab_size)), jnp.uint32)

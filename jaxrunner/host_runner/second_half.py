@@ -36,6 +36,7 @@ def run_sampler(
     tier: Tier,
     num_reqs: int,
     custom: CustomSampling = NO_CUSTOM,
+    implementation: Implementation = None,
 ) -> tuple[DeviceCarry, StepOutput]:
     """One token for each row of `half` that is due one, of the first `num_reqs`.
 
@@ -46,6 +47,7 @@ def run_sampler(
     rows = SampledRows(*(a[:num_reqs] for a in half.rows))
     with jax.named_scope("sample"):
         options: dict[str, Any] = {"lists": lists, "token_ids": token_ids, "tier": tier, "custom": custom}
+        options |= {"implementation": implementation}
         hidden = half.hidden[:num_reqs]
         output, updates = _sample(model, weights, carry, hidden, rows, grammar_bitmask, **options)
     with jax.named_scope("postprocess"):
@@ -64,6 +66,7 @@ def _sample(
     token_ids: jax.Array | None,
     tier: Tier,
     custom: CustomSampling,
+    implementation: Implementation,
 ) -> tuple[StepOutput, Mapping[str, jax.Array]]:
     num_reqs = len(hidden)
     sizes, index, history = carry.sizes, jnp.arange(num_reqs), None
@@ -85,6 +88,7 @@ def _sample(
         run = CustomRun(custom, context, current(carry.extras, custom.declared, index, rows.total_len))
     logits = transformer.logits(model, weights, hidden)
     options: dict[str, Any] = {"tier": tier, "custom": run, "grammar_bitmask": grammar_bitmask}
+    options |= {"implementation": implementation}
     output, updates = sample_rows(logits, rows, params, history, **options)
     return _with_stuck(output, rows), updates
 
@@ -154,7 +158,6 @@ def run_decode(
 ) -> tuple[DeviceCarry, StepOutput]:
     """A whole step of a tier that reads neither lists nor tokens, without grammars and functions of the user's."""
     rows = bucket.num_reqs
-    carry, half = run_forward(
-        model, weights, carry, upload, bucket=bucket, num_rows=rows, implementation=implementation
-    )
-    return run_sampler(model, weights, carry, half, tier=bucket.tier, num_reqs=rows)
+    options: dict[str, Any] = {"implementation": implementation}
+    carry, half = run_forward(model, weights, carry, upload, bucket=bucket, num_rows=rows, **options)
+    return run_sampler(model, weights, carry, half, tier=bucket.tier, num_reqs=rows, **options)

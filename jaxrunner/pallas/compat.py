@@ -249,6 +249,11 @@ def row_major_smem(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM((*shape[:-1], columns), dtype, transforms=(plgpu.TilingTransform((1, 8)),))
 
 
+def words(shape: tuple[int, ...]) -> Any:
+    """i32 shared memory that is read and written number by number."""
+    return plgpu.SMEM(shape, jnp.int32)
+
+
 def swizzle_of(columns: int, dtype: Any) -> int | None:
     """Bytes of the widest swizzle (128, 64, 32) that divides a row of `columns` elements, or None."""
     row = columns * jnp.dtype(dtype).itemsize

@@ -23,6 +23,7 @@ AVAILABLE: dict[str, tuple[str, ...]] = {
     "rope_kv_write": ("xla", "mosaic"),
     "commit": ("xla", "mosaic"),
     "attention": ("xla", "mosaic", "triton", "reference"),
+    "filters": ("xla", "mosaic"),
 }
 """Op -> implementations that exist."""
 
@@ -37,6 +38,7 @@ AUTOMATIC: dict[str, tuple[tuple[str, str, str], ...]] = {
         (HOPPER, "mosaic", "bfloat16 or float16 throughout, D a multiple of 16 in 32..256, blocks of 8n >= 16"),
         (SINCE_AMPERE, "triton", "with jaxrunner[triton]: bfloat16, float16 or float32 throughout, D <= 256"),
     ),
+    "filters": ((HOPPER, "mosaic", "V >= 512, a multiple of 4"),),
 }
 """Op -> (compute capability, automatic choice, shapes and types it is for); all else is XLA's."""
 

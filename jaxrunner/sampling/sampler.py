@@ -11,17 +11,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
+from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.sampling.constraints import constrain, has_no_id
 from jaxrunner.sampling.custom import CustomRun
+from jaxrunner.sampling.filters import apply_filters
 from jaxrunner.sampling.history import History
 from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs
-from jaxrunner.sampling.min_p import min_p
 from jaxrunner.sampling.packed_bits import pack_bits
 from jaxrunner.sampling.random import gumbel, row_keys
 from jaxrunner.sampling.replay import replayed
-from jaxrunner.sampling.temperature import GREEDY_BELOW, divide, is_sound, scale
-from jaxrunner.sampling.top_k import top_k
-from jaxrunner.sampling.top_p import top_p
+from jaxrunner.sampling.temperature import GREEDY_BELOW, divide, scale
 from jaxrunner.state.sampling import SamplingState
 
 
@@ -51,12 +50,13 @@ def sample_tokens(
     tier: Tier,
     history: History | None = None,
     custom: CustomRun | None = None,
+    implementation: Implementation = None,
 ) -> Sampled:
     """A token of each row.
 
     params: the rows' parameters in batch order. position: index the new token will have in its request. history: for
     tiers with constraints. custom: the user's processors and sampler; those that serve every request run in all tiers,
-    the others from "constrained" on.
+    the others from "constrained" on. implementation: of the filters.
     tier "greedy": exact argmax, the lowest id on a tie. tier "random": rows with a temperature take the argmax of
     logits / temperature + Gumbel noise, which draws from the softmax; greedy rows as before. Tiers from "filtered" on
     filter before the draw, from "constrained" on the whole list of `jaxrunner.sampling` applies. A row's token is the
@@ -80,7 +80,7 @@ def sample_tokens(
         is_greedy = params.temperature < GREEDY_BELOW
         scores = scale(logits, params.temperature)
         if Feature.FILTERS in features:
-            scores = apply_filters(scores, params)
+            scores = apply_filters(scores, params, implementation=implementation)
         keys = row_keys(params.seed, position)
         drawn = jnp.argmax(scores + gumbel(keys, logits.shape[-1]), axis=-1).astype(jnp.int32)
         if custom is not None and no_id_left is not None:
@@ -107,11 +107,3 @@ def _processed(
     if not params.reports.is_logits:
         return scores
     return jnp.where(scores == -jnp.inf, scores, divide(constrained, params.temperature))
-
-
-def apply_filters(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array, "B V"]:
-    """scaled after min_p, top_k and top_p: -inf where a row's filter drops an id. Damaged rows stay as they are."""
-    sound = is_sound(scaled)
-    scaled = min_p(scaled, jnp.where(sound, params.min_p, 0))
-    scaled = top_k(scaled, jnp.where(sound, params.top_k, 0))
-    return top_p(scaled, jnp.where(sound, params.top_p, 0))

@@ -14,6 +14,7 @@ from flax import struct
 from jaxrunner.compile.buckets import Tier
 from jaxrunner.models import transformer
 from jaxrunner.models.model import Model
+from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.sampling.custom import NO_CUSTOM, CustomRun, CustomSampling, SamplingContext
 from jaxrunner.sampling.grammar import is_allowed, mask_by_grammar
 from jaxrunner.sampling.history import History
@@ -81,6 +82,7 @@ def sample(
     custom: CustomSampling = NO_CUSTOM,
     grammar_bitmask: jax.Array | None = None,
     return_scores: bool = False,
+    implementation: Implementation = None,
 ) -> tuple[StepOutput, Mapping[str, jax.Array]]:
     """(sampled ids of a batch, new values of the rows' arrays that custom functions update).
 
@@ -101,6 +103,7 @@ def sample(
         values = current(state.extras, custom.declared, rows, state.requests.total_len[rows])
         run = CustomRun(custom, context, values)
     options: dict[str, Any] = {"grammar_bitmask": grammar_bitmask, "return_scores": return_scores}
+    options |= {"implementation": implementation}
     return sample_rows(logits, requests, params, history, tier=tier, custom=run, **options)
 
 
@@ -114,6 +117,7 @@ def sample_rows(
     custom: CustomRun | None = None,
     grammar_bitmask: jax.Array | None = None,
     return_scores: bool = False,
+    implementation: Implementation = None,
 ) -> tuple[StepOutput, Mapping[str, jax.Array]]:
     """`sample` from the logits on, wherever the rows' parameters and arrays come from.
 
@@ -121,7 +125,8 @@ def sample_rows(
     """
     if grammar_bitmask is not None:
         logits = mask_by_grammar(logits, grammar_bitmask)
-    sampled = sample_tokens(logits, params, requests.seq_lens, tier=tier, history=history, custom=custom)
+    options: dict[str, Any] = {"tier": tier, "history": history, "custom": custom, "implementation": implementation}
+    sampled = sample_tokens(logits, params, requests.seq_lens, **options)
     samples, no_id_left, num_nans, failed_by_nan = requests.samples, sampled.no_id_left, None, None
     if no_id_left is None and grammar_bitmask is not None:
         no_id_left = ~is_allowed(grammar_bitmask, sampled.token_ids)

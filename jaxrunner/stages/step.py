@@ -128,6 +128,7 @@ def finish_step(
     rows = slice(0, num_reqs)
     requests = BatchRequests(*(a[rows] for a in pending.requests))
     options: dict[str, Any] = {"custom": custom, "grammar_bitmask": grammar_bitmask, "return_scores": return_scores}
+    options["implementation"] = implementation
     with jax.named_scope("sample"):
         output, updates = sample(model, weights, state, pending.hidden[rows], requests, tier=tier, **options)
     undone = None if output.failed is None else jnp.where(output.failed, requests.query_lens, 0)

@@ -100,6 +100,7 @@ def test_a_mask_without_an_id_is_reported_with_both_steps_that_were_launched_bef
         outputs.append(host.sample_tokens(mask))
     results = [o.get_output() for o in outputs]
     assert [list(r.sampling_errors) for r in results] == [["a"], ["a"], [], []]
+    assert [r.sampled_token_ids[r.req_id_to_index["a"]] for r in results[:2]] == [[], []]
     alone = run(host_runner(load_tiny("llama"), host_table), plan({"x": 2}, [new("x", [3, 4], [1])]))["x"]
     last = results[3]
     assert last.sampled_token_ids[last.req_id_to_index["a"]] == alone, "it begins again where it was"

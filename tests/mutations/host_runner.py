@@ -177,7 +177,7 @@ ROWS = (
         PACKAGE + "first_half.py",
         "(self.seq_lens >= self.total_len) & ~self.stuck",
         "(self.seq_lens >= self.total_len)",
-        (LATE_NAN + "[host-split]", LATE_NAN + "[host-fused]"),
+        (CASES + "test_a_mask_without_an_id_is_reported_with_both_steps_that_were_launched_before_anybody_knew",),
     ),
     Mutation(
         "host runner: a row whose last step failed does not say why",

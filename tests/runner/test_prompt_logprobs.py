@@ -110,6 +110,9 @@ def test_an_id_that_comes_back_in_one_step_begins_anew(runner):
     assert_scores_of(step(runner, plan({"a": 12}, fresh, finished_req_ids={"a"})), "a", prompt[:12])
     plain = step(runner, plan({"a": 12}, [new("a", prompt[:12], BLOCKS["a"])], finished_req_ids={"a"}))
     assert plain.prompt_logprobs_dict == {}
+    step(runner, plan({"a": 4}, [new("a", prompt[:9], BLOCKS["a"], ASKING)]))
+    runner.execute_model(plan({}, finished_req_ids={"a"}))
+    assert len(runner._prompts) == 0, "nobody waits for the scores of a request that has ended"
 
 
 @both_runners

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 
 from jaxrunner import SamplingParams
+from jaxrunner.sampling.filters import apply_filters
 from jaxrunner.sampling.min_p import min_p
-from jaxrunner.sampling.sampler import apply_filters
 from jaxrunner.sampling.temperature import scale
 from jaxrunner.sampling.threshold import first_past
 from jaxrunner.sampling.top_k import top_k

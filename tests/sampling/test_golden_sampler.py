@@ -13,7 +13,7 @@ import pytest
 
 from jaxrunner import SamplingParams
 from jaxrunner.sampling.constraints import constrain
-from jaxrunner.sampling.sampler import apply_filters
+from jaxrunner.sampling.filters import apply_filters
 from jaxrunner.sampling.temperature import scale
 from tests.conftest import GOLDEN
 from tests.sampling.rows import compiled, history_of, sampling_state

@@ -1,0 +1,350 @@
+"""min_p, top_k and top_p as one Mosaic GPU kernel: where in each row the ids end that a token may be drawn from.
+
+What the filters leave is a prefix of the row in the order of `sampling.threshold`, so each of them is a search for the
+magnitude (scores are not positive) at which a count or a mass is reached. A CTA has a row. Each pass weighs what lies
+before N_BOUNDS bounds at once and finds the least and the greatest magnitude of the range that was left, so that a few
+passes end at one value; if many ids have it, one more pass counts them. The row does not fit on chip, but few of its
+chunks matter: the least magnitude of each is known, and a pass reads only chunks that reach into the range. With top_k
+of 50 these are 50 of 250 from the beginning: the k-th id cannot come after the k-th least of the chunks' magnitudes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxrunner.pallas import compat
+from jaxrunner.sampling.top_p import UNIT_BITS, WORD, mass_exponent, mass_limit, power_of_two, scaled_mass
+
+CHUNK = 512
+N_BOUNDS = 8
+WARPGROUPS = 4
+AT_ONCE = 4
+"""Chunks that a warpgroup has under way."""
+MOST_PASSES = 40
+INFINITE, MAX = 0x7F800000, 0x7FFFFFFF
+"""The magnitude of -inf; above every one."""
+WEIGHTLESS = 0x41B00000
+"""22.0: an id of exp(-22) times the greatest probability has no mass at any scale, see `mass_exponent`."""
+
+
+def against(vocab_size: int) -> str | None:
+    """Why the kernel cannot take rows of so many ids, or None."""
+    if vocab_size < CHUNK or vocab_size % 4:
+        return f"it takes a vocabulary of {CHUNK} ids or more, a multiple of 4, not {vocab_size}"
+    return None
+
+
+def filter_ends_mosaic(
+    scaled: jax.Array, furthest: jax.Array, count: jax.Array, mass: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(magnitude, end), i32[B]: a row's ids are left whose magnitude, the bits of |scaled|, is below `magnitude`, and
+    of those that have just this the ones before `end`.
+
+    scaled: f32[B, V], not positive. furthest: i32[B], the greatest magnitude that min_p leaves. count: i32[B], how many
+    ids top_k leaves, V where it is off. mass: f32[B], the part of the mass that top_p leaves, 1 where it is off.
+    Raises ImplementationError where Mosaic GPU kernels cannot run.
+    """
+    rows, vocab_size = scaled.shape
+    num_chunks = -(-vocab_size // CHUNK)
+    # Of the interpreter's warpgroups as many can wait for others as the CPU has cores, less one.
+    groups = min(2 if compat.interpreted() else WARPGROUPS, num_chunks)
+    chunks_each = -(-num_chunks // groups)
+    wide = compat.strided(CHUNK)
+    nearest = _chunk_magnitudes(scaled)
+    num_places = nearest.shape[1]
+
+    def sampling_filter(scaled_ref, nearest_ref, furthest_ref, count_ref, mass_ref, magnitude_ref, end_ref, *scratch):
+        lists, partial, tie_counts, bounds_of, arrived = scratch
+        row = lax.axis_index("cta")
+        group = lax.axis_index("warpgroup") if groups > 1 else jnp.int32(0)
+
+        def vector(value):
+            return compat.repeated(jnp.asarray(value, jnp.int32), (CHUNK,), wide)
+
+        zero = vector(0)
+        place = compat.iota(CHUNK)
+
+        def load(chunk):
+            """(ids, magnitudes) of a chunk; what belongs to the one before it, or lies behind the last, is infinite."""
+            start = jnp.minimum(chunk * CHUNK, vocab_size - CHUNK)
+            scores = compat.load(scaled_ref.at[row, compat.ds(start, CHUNK)], layout=wide, optimized=False)
+            ids = place + vector(start)
+            bits = lax.bitcast_convert_type(jnp.abs(scores), jnp.int32)
+            return ids, jnp.where(ids >= vector(chunk * CHUNK), bits, vector(INFINITE))
+
+        def meet():
+            """All warpgroups have written what they wrote."""
+            compat.commit()
+            if groups > 1:
+                compat.arrive(arrived)
+                compat.wait(arrived)
+
+        def gather(values):
+            """[warpgroup][value] of every warpgroup's scalars."""
+            meet()  # what was gathered before has been read
+            for i, value in enumerate(values):
+                partial[group, i] = value
+            meet()
+            return [[partial[g, i] for i in range(len(values))] for g in range(groups)]
+
+        def totals(*values):
+            return [sum(column) for column in zip(*gather(values), strict=True)]
+
+        def list_chunks(stop):
+            """This warpgroup's list becomes its chunks that hold a magnitude below `stop`; returns how many."""
+            compat.commit()  # no thread reads the old list any more
+
+            def note(i, length):
+                chunk = i * groups + group
+                is_near = nearest_ref[row, jnp.minimum(chunk, num_chunks - 1)] < stop
+                lists[group, length] = chunk
+                return length + ((chunk < num_chunks) & is_near).astype(jnp.int32)
+
+            length = lax.fori_loop(0, chunks_each, note, jnp.int32(0))
+            for i in range(AT_ONCE):
+                lists[group, length + i] = jnp.int32(num_chunks)  # behind the last: nothing
+            compat.commit()
+            return length
+
+        def over_chunks(stop, visit, carry):
+            """visit(magnitudes, carry) over all chunks that hold a magnitude below `stop`."""
+            length = list_chunks(stop)
+
+            def one(i, carry):
+                (bits, *under_way), carry = carry
+                under_way.append(load(lists[group, i + AT_ONCE])[1])
+                return under_way, visit(bits, carry)
+
+            under_way = [load(lists[group, i])[1] for i in range(AT_ONCE)]
+            return lax.fori_loop(0, length, one, (under_way, carry))[1]
+
+        def survey(weigh, bounds, low, high):
+            """(weight below each bound and below high, least and greatest magnitude in low..high - 1)."""
+            bounds = [*bounds, high]
+
+            def visit(bits, carry):
+                sums, first, last = carry
+                weight = weigh(bits)
+                sums = tuple(
+                    total + jnp.where(bits < vector(bound), weight, zero)
+                    for total, bound in zip(sums, bounds, strict=True)
+                )
+                first = jnp.minimum(first, jnp.where(bits >= vector(low), bits, vector(MAX)))
+                return sums, first, jnp.maximum(last, jnp.where(bits < vector(high), bits, zero))
+
+            sums, first, last = over_chunks(high, visit, ((zero,) * len(bounds), vector(MAX), zero))
+            found = gather((*(jnp.sum(total) for total in sums), jnp.min(first), jnp.max(last)))
+            first, last = found[0][-2], found[0][-1]
+            for other in found[1:]:
+                first, last = jnp.minimum(first, other[-2]), jnp.maximum(last, other[-1])
+            return [sum(each[i] for each in found) for i in range(len(bounds))], first, last
+
+        def bounds_in(low, high, number):
+            """N_BOUNDS magnitudes above low and below high, by equal steps of the score, or of its bits in every second
+            pass. low, high: two apart at least."""
+            end = jnp.where((high > WEIGHTLESS) & (low < WEIGHTLESS), WEIGHTLESS, jnp.minimum(high, INFINITE - 1))
+
+            def spread(value):
+                return compat.full(compat.LANES, value)
+
+            part = (compat.iota(compat.LANES) + spread(1)).astype(jnp.float32) / (N_BOUNDS + 1)
+            least, most = (lax.bitcast_convert_type(spread(x), jnp.float32) for x in (low, end))
+            by_score = lax.bitcast_convert_type(least + (most - least) * part, jnp.int32)
+            by_bits = spread(low) + (spread(high - low).astype(jnp.float32) * part).astype(jnp.int32)
+            chosen = jnp.where(spread(lax.rem(number, jnp.int32(2))) == spread(0), by_score, by_bits)
+            compat.commit()  # no thread reads the old bounds any more
+            bounds_of[group] = jnp.minimum(jnp.maximum(chosen, spread(low + 1)), spread(high - 1))
+            compat.commit()
+            return [bounds_of[group, n] for n in range(N_BOUNDS)]
+
+        def narrow(limit, weights, first, last, bounds, low, high, below_low, below_high):
+            low, high = jnp.maximum(low, first), jnp.minimum(high, last + 1)
+            for bound, weight in zip(bounds, weights[:N_BOUNDS], strict=True):
+                is_before = weight < limit
+                low = jnp.where(is_before, jnp.maximum(low, bound), low)
+                high = jnp.where(is_before, high, jnp.minimum(high, bound))
+                below_low = jnp.where(is_before, jnp.maximum(below_low, weight), below_low)
+                below_high = jnp.where(is_before, below_high, jnp.minimum(below_high, weight))
+            return low, high, below_low, below_high
+
+        def kth_chunk(limit):
+            """The limit-th least of the chunks' magnitudes."""
+            layout = compat.strided(num_places)
+            values = compat.load(nearest_ref.at[row, compat.ds(0, num_places)], layout=layout, optimized=False)
+
+            def spread(value):
+                return compat.repeated(jnp.asarray(value, jnp.int32), (num_places,), layout)
+
+            def bit(i, found):
+                candidate = found | (jnp.int32(1) << (30 - i))
+                number = jnp.sum(jnp.where(values < spread(candidate), spread(1), spread(0)))
+                return jnp.where(number < limit, candidate, found)
+
+            return lax.fori_loop(0, 31, bit, jnp.int32(0))
+
+        def ratio_of(bits):
+            return jnp.exp(-lax.bitcast_convert_type(bits, jnp.float32))
+
+        def masses(exponent):
+            power = power_of_two(vector(exponent))
+            return lambda bits: scaled_mass(ratio_of(bits), power)
+
+        def words_of(units):
+            return units >> WORD, units & ((1 << WORD) - 1)
+
+        def one_of(weigh, magnitude):
+            return jnp.max(weigh(vector(magnitude)))
+
+        def prefix_mass(reach, ties):
+            """(scale of masses, how many ids at `reach` count) of what is before it and the first `ties` of them."""
+            strict = jnp.minimum(reach, WEIGHTLESS + 1)
+            in_units = masses(UNIT_BITS)
+
+            def visit(bits, carry):
+                high, low, equal = carry
+                here = words_of(jnp.where(bits < vector(strict), in_units(bits), zero))
+                return high + here[0], low + here[1], equal + jnp.where(bits == vector(reach), vector(1), zero)
+
+            sums = over_chunks(jnp.minimum(strict, reach) + 1, visit, (zero, zero, zero))
+            high, low, equal = totals(*(jnp.sum(x) for x in sums))
+            equal = jnp.where(reach < WEIGHTLESS, jnp.minimum(equal, ties), 0)
+            here = words_of(one_of(in_units, reach))
+            return mass_exponent(high + equal * here[0], low + equal * here[1], vocab_size), equal
+
+        def shorten(stage, prefix):
+            """The prefix that top_k (stage 0) or top_p (stage 1) leaves. (reach, ties, every): all ids before the
+            magnitude `reach` and the first `ties` of those that have it, of `every` or, if MAX, of nobody knows how
+            many."""
+            reach, ties, _ = prefix
+            counts = stage == 0
+            exponent, equal = lax.cond(counts, lambda: (jnp.int32(0), jnp.int32(0)), lambda: prefix_mass(reach, ties))
+            is_count = vector(counts.astype(jnp.int32)) > zero
+            weigh_mass = masses(exponent)
+
+            def weigh(bits):
+                return jnp.where(is_count, vector(1), weigh_mass(bits))
+
+            most = jnp.minimum(count_ref[row], num_chunks)
+            near = lax.cond(
+                counts & (count_ref[row] <= num_chunks), lambda: kth_chunk(most), lambda: jnp.int32(INFINITE)
+            )
+            top = jnp.where(counts, near + 1, jnp.minimum(reach, WEIGHTLESS + 1))
+
+            def one(carry):
+                number, low, high, below_low, below_high, limit = carry
+                bounds = bounds_in(low, high, number)
+                weights, first, last = survey(weigh, bounds, low, high)
+                # The first pass also weighs the whole prefix, of which top_p wants a part.
+                total = weights[-1] + equal * one_of(weigh, reach)
+                part = mass_limit(mass_ref[row], total)
+                limit = jnp.where((number == 0) & ~counts, part, limit)
+                below_high = jnp.where(number == 0, weights[-1], below_high)
+                found = narrow(limit, weights, first, last, bounds, low, high, below_low, below_high)
+                return (number + 1, *found, limit)
+
+            def go_on(carry):
+                number, low, high, _, below_high, limit = carry
+                return (number == 0) | ((high - low > 1) & (below_high >= limit) & (number < MOST_PASSES))
+
+            start = (jnp.int32(0), jnp.int32(0), top, jnp.int32(0), jnp.int32(MAX), count_ref[row])
+            _, low, _, below_low, below_high, limit = lax.while_loop(go_on, one, start)
+            is_inside = below_high >= limit
+            magnitude, before = jnp.where(is_inside, low, reach), jnp.where(is_inside, below_low, below_high)
+            each = jnp.maximum(one_of(weigh, magnitude), 1)
+            number = lax.div(limit - before + each - 1, each)
+            every = jnp.where(is_inside, lax.div(below_high - before, each), MAX)
+            return magnitude, jnp.where(is_inside, number, jnp.minimum(equal, number)), every
+
+        def nth_tie(magnitude, wanted):
+            """The id after the `wanted`-th one that has this magnitude."""
+
+            def clear(i, _):
+                chunk = i * groups + group
+                tie_counts[jnp.minimum(chunk, num_chunks)] = jnp.int32(0)
+                return jnp.int32(0)
+
+            def ties(chunk):
+                ids, bits = load(chunk)
+                return ids, jnp.where(bits == vector(magnitude), vector(1), zero)
+
+            lax.fori_loop(0, chunks_each, clear, jnp.int32(0))
+            compat.commit()
+            length = list_chunks(magnitude + 1)
+
+            def note(i, _):
+                chunk = lists[group, i]
+                tie_counts[chunk] = jnp.sum(ties(chunk)[1])
+                return jnp.int32(0)
+
+            lax.fori_loop(0, length, note, jnp.int32(0))
+            meet()
+
+            def pass_by(chunk, carry):
+                before, chosen, left = carry
+                after = before + tie_counts[chunk]
+                is_here = (before < wanted) & (after >= wanted)
+                return after, jnp.where(is_here, chunk, chosen), jnp.where(is_here, wanted - before, left)
+
+            _, chunk, left = lax.fori_loop(0, num_chunks, pass_by, (jnp.int32(0),) * 3)
+            ids, is_tie = ties(chunk)
+
+            def bit(i, found):
+                candidate = found | (jnp.int32(1) << (9 - i))
+                number = jnp.sum(jnp.where(ids < vector(chunk * CHUNK + candidate), is_tie, zero))
+                return jnp.where(number < left, candidate, found)
+
+            return chunk * CHUNK + lax.fori_loop(0, 10, bit, jnp.int32(0)) + 1
+
+        def filtered():
+            def stage(number, prefix):
+                reach, ties, every = prefix
+                far = furthest_ref[row]
+                is_nearer = (far < reach) & (number == 1)
+                reach = jnp.where(is_nearer, far, reach)
+                prefix = reach, jnp.where(is_nearer, MAX, ties), jnp.where(is_nearer, MAX, every)
+                is_on = jnp.where(number == 0, count_ref[row] < vocab_size, mass_ref[row] < 1.0)
+                return lax.cond(is_on, lambda: shorten(number, prefix), lambda: prefix)
+
+            everything = (jnp.int32(INFINITE + 1), jnp.int32(0), jnp.int32(MAX))
+            reach, ties, every = lax.fori_loop(0, 2, stage, everything)
+            end = lax.cond(ties < every, lambda: nth_tie(reach, ties), lambda: jnp.int32(vocab_size))
+            return reach, end
+
+        is_on = (count_ref[row] < vocab_size) | (furthest_ref[row] < INFINITE) | (mass_ref[row] < 1.0)
+        magnitude, end = lax.cond(is_on, filtered, lambda: (jnp.int32(MAX), jnp.int32(0)))
+
+        @compat.when(group == 0)
+        def _():
+            magnitude_ref[row] = magnitude
+            end_ref[row] = end
+
+    scratch: list[Any] = [
+        compat.words((groups, chunks_each + AT_ONCE)),
+        compat.words((groups, N_BOUNDS + 3)),
+        compat.words((num_chunks + 1,)),
+        compat.words((groups, compat.LANES)),
+        compat.barriers(1, groups),
+    ]
+    magnitude, end = compat.kernel(
+        sampling_filter,
+        out_type=[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2,
+        grid=(rows,),
+        grid_names=("cta",),
+        scratch_types=scratch,
+        num_threads=groups,
+        thread_name="warpgroup",
+        auto_barriers=False,
+    )(scaled, nearest, furthest, count, mass)
+    return magnitude, end
+
+
+def _chunk_magnitudes(scaled: jax.Array) -> jax.Array:
+    """i32[B, N], the least magnitude of each chunk as its bits, and MAX up to a multiple of 128."""
+    rows, vocab_size = scaled.shape
+    padded = jnp.pad(scaled, ((0, 0), (0, -vocab_size % CHUNK)), constant_values=-jnp.inf)
+    least = lax.bitcast_convert_type(jnp.abs(jnp.max(padded.reshape(rows, -1, CHUNK), axis=2)), jnp.int32)
+    return jnp.pad(least, ((0, 0), (0, -least.shape[1] % compat.LANES)), constant_values=MAX)

@@ -1,0 +1,50 @@
+"""The filters of a draw, one after the other: min_p, top_k, top_p."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32
+
+from jaxrunner.pallas import filters_mosaic
+from jaxrunner.pallas.implementation import Implementation, resolve
+from jaxrunner.sampling.min_p import min_p
+from jaxrunner.sampling.temperature import is_sound
+from jaxrunner.sampling.top_k import limit_of, top_k
+from jaxrunner.sampling.top_p import is_on, top_p
+from jaxrunner.state.sampling import SamplingState
+
+
+def apply_filters(
+    scaled: Float32[Array, "B V"], params: SamplingState, *, implementation: Implementation = None
+) -> Float32[Array, "B V"]:
+    """scaled after min_p, top_k and top_p: -inf where a row's filter drops an id. Damaged rows stay as they are.
+
+    scaled: as `temperature.scale` leaves it. What is left is a prefix of the row, the best ids first and equal ones by
+    id. Raises ImplementationError where a named implementation cannot run.
+    """
+    against = {"mosaic": filters_mosaic.against(scaled.shape[1])}
+    run = _mosaic if resolve("filters", implementation, against) == "mosaic" else _xla
+    return run(scaled, params)
+
+
+def _xla(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array, "B V"]:
+    """See `apply_filters`; this is its specification."""
+    sound = is_sound(scaled)
+    scaled = min_p(scaled, jnp.where(sound, params.min_p, 0))
+    scaled = top_k(scaled, jnp.where(sound, params.top_k, 0))
+    return top_p(scaled, jnp.where(sound, params.top_p, 0))
+
+
+def _mosaic(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array, "B V"]:
+    """See `apply_filters`. The masses of top_p are computed by the kernel's exp, which may differ in the last bit."""
+    sound, vocab_size = is_sound(scaled), scaled.shape[1]
+    bound = jnp.where(sound & (params.min_p > 0), -jnp.log(params.min_p), jnp.inf)
+    furthest = lax.bitcast_convert_type(jnp.abs(bound), jnp.int32)
+    count = limit_of(jnp.where(sound, params.top_k, 0), vocab_size)
+    mass = jnp.where(sound & is_on(params.top_p), params.top_p, 1.0)
+    # The sets have no gradient; the scores that are left do.
+    magnitude, end = filters_mosaic.filter_ends_mosaic(lax.stop_gradient(scaled), furthest, count, mass)
+    own = lax.bitcast_convert_type(jnp.abs(scaled), jnp.int32)
+    is_tie = (own == magnitude[:, None]) & (jnp.arange(vocab_size) < end[:, None])
+    return jnp.where((own < magnitude[:, None]) | is_tie | ~sound[:, None], scaled, -jnp.inf)

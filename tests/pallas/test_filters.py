@@ -1,0 +1,141 @@
+"""`apply_filters`: the kernel leaves the ids that XLA's filters leave."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner import SamplingParams
+from jaxrunner.errors import ImplementationError
+from jaxrunner.pallas import compat
+from jaxrunner.sampling.filters import apply_filters
+from jaxrunner.sampling.temperature import scale
+from tests.oracle import sampler as oracle
+from tests.sampling.rows import sampling_state
+
+UNAVAILABLE = compat.unavailable_reason()
+needs_mosaic = pytest.mark.skipif(UNAVAILABLE is not None, reason=f"Mosaic GPU: {UNAVAILABLE}")
+ASKED: tuple[dict[str, float], ...] = (
+    {"top_k": 50},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"top_k": 20, "top_p": 0.9},
+    {"top_k": 1200, "top_p": 0.8, "min_p": 0.01},
+    {},
+    {"top_k": 1, "top_p": 0.5},
+    {"top_k": 3, "top_p": 0.3, "min_p": 0.2},
+    {"top_p": 0.9999},
+    {"top_k": 400, "min_p": 1.0, "top_p": 0.5},
+    {"top_k": 900},
+    {"top_p": 1e-6},
+)
+VOCAB = 1284
+"""Two chunks and a part of one that overlaps the second."""
+SLACK = 3e-4
+"""Of a mass: rounding to integers whose sum is 2^29 at least, and an exp of the kernel's own."""
+
+
+def logits_of(kind: str, rows: int, vocab: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(rows, vocab)) * 3
+    if kind == "ties":
+        logits = np.round(logits * 2) / 2
+    if kind == "forbidden":
+        logits[rng.random((rows, vocab)) < 0.7] = -np.inf
+    if kind == "flat":
+        logits[:] = 1.5
+    if kind == "wide":
+        logits *= 1e4
+    return np.float32(logits)
+
+
+def run(implementation: str, logits: np.ndarray, asked: list[dict[str, float]]) -> np.ndarray:
+    state = sampling_state([SamplingParams(temperature=0.8, **each) for each in asked])
+
+    @jax.jit
+    def filtered(logits):
+        return apply_filters(scale(logits, state.temperature), state, implementation=implementation)
+
+    return np.asarray(filtered(jnp.asarray(logits)))
+
+
+def check(logits: np.ndarray, asked: list[dict[str, float]]) -> None:
+    """The same scores as XLA's; where masses decide, a set that the oracle takes for right."""
+    wanted, found = run("xla", logits, asked), run("mosaic", logits, asked)
+    for row, each in enumerate(asked):
+        if np.array_equal(wanted[row], found[row], equal_nan=True):
+            continue
+        assert "top_p" in each, f"row {row}, {each}: {(wanted[row] > -np.inf).sum()} {(found[row] > -np.inf).sum()}"
+        request = {"temperature": 0.8, **each}
+        least, most = (oracle.kept(np.float64(logits[row]), request, slack=slack) for slack in (-SLACK, SLACK))
+        assert least <= set(np.flatnonzero(found[row] > -np.inf).tolist()) <= most, f"row {row}, {each}"
+
+
+@needs_mosaic
+@pytest.mark.parametrize("kind", ["normal", "ties", "forbidden"])
+def test_interpreted(kind):
+    asked = list(ASKED[:8])
+    with compat.interpreting():
+        check(logits_of(kind, len(asked), VOCAB), asked)
+
+
+@needs_mosaic
+def test_damaged_rows_are_left_alone_in_the_interpreter():
+    logits = logits_of("normal", 3, 512)
+    logits[0, 7], logits[1, 8], logits[2] = np.nan, np.inf, -np.inf
+    asked = [{"top_k": 3, "top_p": 0.5, "min_p": 0.1}] * 3
+    with compat.interpreting():
+        np.testing.assert_array_equal(run("mosaic", logits, asked), run("xla", logits, asked))
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 512), (256, 128_256), (16, 151_936)])
+def test_lowers_to_one_kernel(rows, vocab):
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), sampling_state([SamplingParams()])
+    )
+    scaled = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
+    text = compat.lower_for_cuda(functools.partial(apply_filters, implementation="mosaic"), scaled, state).as_text()
+    assert text.count(f"@{compat.CUSTOM_CALL}") == 1
+
+
+@needs_mosaic
+@pytest.mark.parametrize("vocab", [500, 514])
+def test_a_vocabulary_that_the_kernel_cannot_take_is_refused_by_name(vocab):
+    with pytest.raises(ImplementationError, match=f"filters.*{vocab}"):
+        run("mosaic", logits_of("normal", 1, vocab), [{"top_k": 3}])
+
+
+@needs_mosaic
+def test_scores_that_are_left_have_a_gradient():
+    state = sampling_state([SamplingParams(temperature=0.8, top_k=5)])
+    with compat.interpreting():
+        scaled = scale(jnp.asarray(logits_of("normal", 1, 512)), state.temperature)
+        slope = jax.grad(lambda x: jax.nn.logsumexp(apply_filters(x, state, implementation="mosaic")))(scaled)
+        assert int((np.asarray(slope) > 0).sum()) == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["normal", "ties", "forbidden", "flat", "wide"])
+@pytest.mark.parametrize("vocab", [512, 1284, 49_152, 128_256, 151_936])
+def test_mosaic_on_the_gpu(kind, vocab):
+    asked = [each for each in ASKED for _ in range(3)]
+    check(logits_of(kind, len(asked), vocab, seed=vocab), asked)
+
+
+@pytest.mark.gpu
+def test_mosaic_on_the_gpu_for_more_rows_than_run_at_once():
+    asked = [ASKED[i % len(ASKED)] for i in range(600)]
+    check(logits_of("ties", len(asked), 32_000), asked)
+
+
+@pytest.mark.gpu
+def test_damaged_rows_are_left_alone_on_the_gpu():
+    logits = logits_of("normal", 3, 32_000)
+    logits[0, 7], logits[1, 8], logits[2] = np.nan, np.inf, -np.inf
+    asked = [{"top_k": 3, "top_p": 0.5, "min_p": 0.1}] * 3
+    np.testing.assert_array_equal(run("mosaic", logits, asked), run("xla", logits, asked))
