@@ -248,8 +248,8 @@ class HostRunner:
     ) -> PlannedStep:
         with self.annotate("forward", program=entry.program):
             self.carry, result = self.table.call(entry, self.weights, self.carry, buffer.vector)
+        buffer.reader = result
         with self.annotate("bookkeeping"):
-            buffer.reader = result
             samples = self._take_off(metadata.num_reqs)
             req_ids = self.batch.rows.req_ids[: metadata.num_reqs].tolist()
             half, output = (None, result) if entry.program.kind == "step" else (result, None)
