@@ -6,6 +6,8 @@ before N_BOUNDS bounds at once and finds the least and the greatest magnitude of
 passes end at one value; if many ids have it, one more pass counts them. The row does not fit on chip, but few of its
 chunks matter: the least magnitude of each is known, and a pass reads only chunks that reach into the range. With top_k
 of 50 these are 50 of 250 from the beginning: the k-th id cannot come after the k-th least of the chunks' magnitudes.
+
+A CTA is one warpgroup: those of a CTA would share the scratch memory through which JAX sums up a vector.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from jaxrunner.sampling.top_p import UNIT_BITS, WORD, mass_exponent, mass_limit,
 
 CHUNK = 512
 N_BOUNDS = 8
-WARPGROUPS = 4
-AT_ONCE = 4
-"""Chunks that a warpgroup has under way."""
+AT_ONCE = 6
+"""Chunks that are on their way from memory."""
+NOTED_AT_ONCE = 8
 MOST_PASSES = 40
 INFINITE, MAX = 0x7F800000, 0x7FFFFFFF
 """The magnitude of -inf; above every one."""
@@ -50,17 +52,13 @@ def filter_ends_mosaic(
     """
     rows, vocab_size = scaled.shape
     num_chunks = -(-vocab_size // CHUNK)
-    # Of the interpreter's warpgroups as many can wait for others as the CPU has cores, less one.
-    groups = min(2 if compat.interpreted() else WARPGROUPS, num_chunks)
-    chunks_each = -(-num_chunks // groups)
     wide = compat.strided(CHUNK)
     nearest = _chunk_magnitudes(scaled)
     num_places = nearest.shape[1]
 
     def sampling_filter(scaled_ref, nearest_ref, furthest_ref, count_ref, mass_ref, magnitude_ref, end_ref, *scratch):
-        lists, partial, tie_counts, bounds_of, arrived = scratch
+        listed, bounds_of = scratch
         row = lax.axis_index("cta")
-        group = lax.axis_index("warpgroup") if groups > 1 else jnp.int32(0)
 
         def vector(value):
             return compat.repeated(jnp.asarray(value, jnp.int32), (CHUNK,), wide)
@@ -76,57 +74,41 @@ def filter_ends_mosaic(
             bits = lax.bitcast_convert_type(jnp.abs(scores), jnp.int32)
             return ids, jnp.where(ids >= vector(chunk * CHUNK), bits, vector(INFINITE))
 
-        def meet():
-            """All warpgroups have written what they wrote."""
-            compat.commit()
-            if groups > 1:
-                compat.arrive(arrived)
-                compat.wait(arrived)
-
-        def gather(values):
-            """[warpgroup][value] of every warpgroup's scalars."""
-            meet()  # what was gathered before has been read
-            for i, value in enumerate(values):
-                partial[group, i] = value
-            meet()
-            return [[partial[g, i] for i in range(len(values))] for g in range(groups)]
-
-        def totals(*values):
-            return [sum(column) for column in zip(*gather(values), strict=True)]
-
         def list_chunks(stop):
-            """This warpgroup's list becomes its chunks that hold a magnitude below `stop`; returns how many."""
+            """The list becomes the chunks that hold a magnitude below `stop`; returns how many."""
             compat.commit()  # no thread reads the old list any more
 
             def note(i, length):
-                chunk = i * groups + group
-                is_near = nearest_ref[row, jnp.minimum(chunk, num_chunks - 1)] < stop
-                lists[group, length] = chunk
-                return length + ((chunk < num_chunks) & is_near).astype(jnp.int32)
+                chunks = [i * NOTED_AT_ONCE + n for n in range(NOTED_AT_ONCE)]
+                magnitudes = [nearest_ref[row, chunk] for chunk in chunks]
+                for chunk, magnitude in zip(chunks, magnitudes, strict=True):
+                    listed[length] = chunk
+                    length = length + (magnitude < stop).astype(jnp.int32)
+                return length
 
-            length = lax.fori_loop(0, chunks_each, note, jnp.int32(0))
+            length = lax.fori_loop(0, num_places // NOTED_AT_ONCE, note, jnp.int32(0))
             for i in range(AT_ONCE):
-                lists[group, length + i] = jnp.int32(num_chunks)  # behind the last: nothing
+                listed[length + i] = jnp.int32(num_chunks)  # behind the last: nothing
             compat.commit()
             return length
 
         def over_chunks(stop, visit, carry):
-            """visit(magnitudes, carry) over all chunks that hold a magnitude below `stop`."""
+            """visit(chunk, magnitudes, carry) over all chunks that hold a magnitude below `stop`, in their order."""
             length = list_chunks(stop)
 
             def one(i, carry):
                 (bits, *under_way), carry = carry
-                under_way.append(load(lists[group, i + AT_ONCE])[1])
-                return under_way, visit(bits, carry)
+                under_way.append(load(listed[i + AT_ONCE])[1])
+                return under_way, visit(listed[i], bits, carry)
 
-            under_way = [load(lists[group, i])[1] for i in range(AT_ONCE)]
+            under_way = [load(listed[i])[1] for i in range(AT_ONCE)]
             return lax.fori_loop(0, length, one, (under_way, carry))[1]
 
         def survey(weigh, bounds, low, high):
             """(weight below each bound and below high, least and greatest magnitude in low..high - 1)."""
             bounds = [*bounds, high]
 
-            def visit(bits, carry):
+            def visit(_, bits, carry):
                 sums, first, last = carry
                 weight = weigh(bits)
                 sums = tuple(
@@ -137,11 +119,7 @@ def filter_ends_mosaic(
                 return sums, first, jnp.maximum(last, jnp.where(bits < vector(high), bits, zero))
 
             sums, first, last = over_chunks(high, visit, ((zero,) * len(bounds), vector(MAX), zero))
-            found = gather((*(jnp.sum(total) for total in sums), jnp.min(first), jnp.max(last)))
-            first, last = found[0][-2], found[0][-1]
-            for other in found[1:]:
-                first, last = jnp.minimum(first, other[-2]), jnp.maximum(last, other[-1])
-            return [sum(each[i] for each in found) for i in range(len(bounds))], first, last
+            return [jnp.sum(total) for total in sums], jnp.min(first), jnp.max(last)
 
         def bounds_in(low, high, number):
             """N_BOUNDS magnitudes above low and below high, by equal steps of the score, or of its bits in every second
@@ -157,9 +135,9 @@ def filter_ends_mosaic(
             by_bits = spread(low) + (spread(high - low).astype(jnp.float32) * part).astype(jnp.int32)
             chosen = jnp.where(spread(lax.rem(number, jnp.int32(2))) == spread(0), by_score, by_bits)
             compat.commit()  # no thread reads the old bounds any more
-            bounds_of[group] = jnp.minimum(jnp.maximum(chosen, spread(low + 1)), spread(high - 1))
+            bounds_of[...] = jnp.minimum(jnp.maximum(chosen, spread(low + 1)), spread(high - 1))
             compat.commit()
-            return [bounds_of[group, n] for n in range(N_BOUNDS)]
+            return [bounds_of[n] for n in range(N_BOUNDS)]
 
         def narrow(limit, weights, first, last, bounds, low, high, below_low, below_high):
             low, high = jnp.maximum(low, first), jnp.minimum(high, last + 1)
@@ -204,13 +182,13 @@ def filter_ends_mosaic(
             strict = jnp.minimum(reach, WEIGHTLESS + 1)
             in_units = masses(UNIT_BITS)
 
-            def visit(bits, carry):
+            def visit(_, bits, carry):
                 high, low, equal = carry
                 here = words_of(jnp.where(bits < vector(strict), in_units(bits), zero))
                 return high + here[0], low + here[1], equal + jnp.where(bits == vector(reach), vector(1), zero)
 
             sums = over_chunks(jnp.minimum(strict, reach) + 1, visit, (zero, zero, zero))
-            high, low, equal = totals(*(jnp.sum(x) for x in sums))
+            high, low, equal = (jnp.sum(x) for x in sums)
             equal = jnp.where(reach < WEIGHTLESS, jnp.minimum(equal, ties), 0)
             here = words_of(one_of(in_units, reach))
             return mass_exponent(high + equal * here[0], low + equal * here[1], vocab_size), equal
@@ -262,39 +240,22 @@ def filter_ends_mosaic(
         def nth_tie(magnitude, wanted):
             """The id after the `wanted`-th one that has this magnitude."""
 
-            def clear(i, _):
-                chunk = i * groups + group
-                tie_counts[jnp.minimum(chunk, num_chunks)] = jnp.int32(0)
-                return jnp.int32(0)
+            def is_tie(bits):
+                return jnp.where(bits == vector(magnitude), vector(1), zero)
 
-            def ties(chunk):
-                ids, bits = load(chunk)
-                return ids, jnp.where(bits == vector(magnitude), vector(1), zero)
-
-            lax.fori_loop(0, chunks_each, clear, jnp.int32(0))
-            compat.commit()
-            length = list_chunks(magnitude + 1)
-
-            def note(i, _):
-                chunk = lists[group, i]
-                tie_counts[chunk] = jnp.sum(ties(chunk)[1])
-                return jnp.int32(0)
-
-            lax.fori_loop(0, length, note, jnp.int32(0))
-            meet()
-
-            def pass_by(chunk, carry):
+            def visit(chunk, bits, carry):
                 before, chosen, left = carry
-                after = before + tie_counts[chunk]
+                after = before + jnp.sum(is_tie(bits))
                 is_here = (before < wanted) & (after >= wanted)
                 return after, jnp.where(is_here, chunk, chosen), jnp.where(is_here, wanted - before, left)
 
-            _, chunk, left = lax.fori_loop(0, num_chunks, pass_by, (jnp.int32(0),) * 3)
-            ids, is_tie = ties(chunk)
+            _, chunk, left = over_chunks(magnitude + 1, visit, (jnp.int32(0),) * 3)
+            ids, bits = load(chunk)
+            ties = is_tie(bits)
 
             def bit(i, found):
                 candidate = found | (jnp.int32(1) << (9 - i))
-                number = jnp.sum(jnp.where(ids < vector(chunk * CHUNK + candidate), is_tie, zero))
+                number = jnp.sum(jnp.where(ids < vector(chunk * CHUNK + candidate), ties, zero))
                 return jnp.where(number < left, candidate, found)
 
             return chunk * CHUNK + lax.fori_loop(0, 10, bit, jnp.int32(0)) + 1
@@ -317,26 +278,16 @@ def filter_ends_mosaic(
         is_on = (count_ref[row] < vocab_size) | (furthest_ref[row] < INFINITE) | (mass_ref[row] < 1.0)
         magnitude, end = lax.cond(is_on, filtered, lambda: (jnp.int32(MAX), jnp.int32(0)))
 
-        @compat.when(group == 0)
-        def _():
-            magnitude_ref[row] = magnitude
-            end_ref[row] = end
+        magnitude_ref[row] = magnitude
+        end_ref[row] = end
 
-    scratch: list[Any] = [
-        compat.words((groups, chunks_each + AT_ONCE)),
-        compat.words((groups, N_BOUNDS + 3)),
-        compat.words((num_chunks + 1,)),
-        compat.words((groups, compat.LANES)),
-        compat.barriers(1, groups),
-    ]
+    scratch: list[Any] = [compat.words((num_places + AT_ONCE,)), compat.words((compat.LANES,))]
     magnitude, end = compat.kernel(
         sampling_filter,
         out_type=[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2,
         grid=(rows,),
         grid_names=("cta",),
         scratch_types=scratch,
-        num_threads=groups,
-        thread_name="warpgroup",
         auto_barriers=False,
     )(scaled, nearest, furthest, count, mass)
     return magnitude, end
