@@ -90,6 +90,11 @@ class Programs(abc.ABC):
         """What the runner keeps on the device, as shapes."""
         return self._state
 
+    @property
+    def brought_bytes(self) -> int:
+        """Of what steps bring to the device beside uploads and masks: it lies there beside the state."""
+        return 0
+
     @abc.abstractmethod
     def function(self, program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """(what the program computes, the shapes of its arguments)."""

@@ -53,7 +53,7 @@ def blocks_that_fit(model: Model, weights: Any, config: RunnerConfig, ladder: La
     state = programs.state_shapes
     kv_bytes = sum(x.size * x.dtype.itemsize for x in state.kv.blocks)
     per_block = kv_bytes // 2
-    rest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) - kv_bytes
+    rest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) - kv_bytes + programs.brought_bytes
     temporary = largest_temporary(programs, open_cache(config.executable_cache))
     available = int(free_bytes * (1 - MARGIN)) - rest - temporary
     blocks = available // per_block

@@ -12,7 +12,7 @@ from jaxrunner.state.codec import Layout
 from jaxrunner.state.kv_cache import KVCache
 from jaxrunner.state.request_arrays import ArraySets, from_words, num_words, row_shapes, updated_names
 
-TOKEN, FAILED, NUM_NANS = range(3)
+TOKEN, FAILED = range(2)
 """Columns of `DeviceCarry.outcome`."""
 ARRAYS = "array of "
 """Before the name of an array, that of its section in an upload."""
@@ -23,9 +23,8 @@ WORDS_PER_CALL = 8192
 class DeviceCarry(struct.PyTreeNode):
     """Donated to every program. kv: the cache. sizes: static.
 
-    outcome: i32[R, 3], of each row of the last step: the token it sampled, -1 for none; whether it failed; and how many
-    of its logits were NaN, 0 where nobody counts them. extras: name -> [R, ...], arrays of requests in batch order, see
-    `jaxrunner.state.request_arrays`.
+    outcome: i32[R, 2], of each row of the last step: the token it sampled, -1 for none, and whether it failed. extras:
+    name -> [R, ...], arrays of requests in batch order, see `jaxrunner.state.request_arrays`.
     """
 
     kv: KVCache

@@ -24,8 +24,8 @@ from jaxrunner.state.block_tables import group_of_layer
 
 class SampledRows(NamedTuple):
     """B rows. seq_lens, total_len, prompt_len, number: i32[B], see `upload_layout`. params: i32[B, P], see
-    `SamplingState`. last_ids: i32[B], last input ids. before: i32[B, 3], what the step before left for the row, see
-    `DeviceCarry.outcome`; zeros if that is over.
+    `SamplingState`. last_ids: i32[B], last input ids. stuck: bool[B], the step before failed for this row, so that this
+    one, planned before that was known, has no input and fails likewise.
     """
 
     seq_lens: jax.Array
@@ -34,17 +34,11 @@ class SampledRows(NamedTuple):
     number: jax.Array
     params: jax.Array
     last_ids: jax.Array
-    before: jax.Array
+    stuck: jax.Array
 
     @property
     def live(self) -> jax.Array:
         return self.seq_lens > 0
-
-    @property
-    def stuck(self) -> jax.Array:
-        """bool[B]: the step before failed for this row, so that this one, planned before that was known, has no input
-        and fails likewise."""
-        return self.before[:, FAILED] == 1
 
     @property
     def samples(self) -> jax.Array:
@@ -87,7 +81,7 @@ def run_forward(
     part = upload_layout(bucket, sizes).unpack(upload)
     last = part["logits_indices"]
     with jax.named_scope("preprocess"):
-        ids, before = _newest_ids(carry, part)
+        ids, stuck = _newest_ids(carry, part)
     metadata = tuple(
         AttentionMetadata(
             query_start_loc=part["query_start_loc"],
@@ -113,7 +107,7 @@ def run_forward(
             implementation=implementation,
         )
     named = {name: part[name] for name in ("seq_lens", "total_len", "prompt_len", "number", "params")}
-    rows = SampledRows(**named, last_ids=ids[last], before=before)
+    rows = SampledRows(**named, last_ids=ids[last], stuck=stuck)
     half = HalfStep(hidden[last], rows)
     half = jax.tree.map(lambda a: _padded(a, num_rows), half)
     if num_kept is not None:
@@ -122,13 +116,13 @@ def run_forward(
 
 
 def _newest_ids(carry: DeviceCarry, part: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """(the step's input ids with those that the step before sampled, what that step left for each row)."""
+    """(the step's input ids with those that the step before sampled, rows for which that step failed)."""
     newest_row, last, ids = part["newest_row"], part["logits_indices"], part["input_ids"]
-    is_flown = newest_row >= 0
-    before = jnp.where(is_flown[:, None], carry.outcome[jnp.maximum(newest_row, 0)], 0)
-    is_newest = is_flown & (before[:, TOKEN] >= 0)
+    outcome = carry.outcome[jnp.maximum(newest_row, 0)]
+    is_flown, newest = newest_row >= 0, outcome[:, TOKEN]
     out_of_range = len(ids)
-    return ids.at[jnp.where(is_newest, last, out_of_range)].set(before[:, TOKEN], mode="drop"), before
+    place = jnp.where(is_flown & (newest >= 0), last, out_of_range)
+    return ids.at[place].set(newest, mode="drop"), is_flown & (outcome[:, FAILED] == 1)
 
 
 def _padded(array: jax.Array, length: int) -> jax.Array:

@@ -58,6 +58,12 @@ class HostPrograms(Programs):
         """The upload of a step."""
         return upload_layout(bucket, self.sizes)
 
+    @property
+    def brought_bytes(self) -> int:
+        """Lists, and tokens of two steps, since the next one is launched while one runs."""
+        lists, tokens = self.sizes.list_sizes.width, self.sizes.max_model_len
+        return 4 * (self.num_rows * lists + 2 * self.ladder.max_num_reqs * tokens)
+
     def reads_lists(self, tier: Tier) -> bool:
         """Whether the second half of a step takes the lists of the rows."""
         return bool(TIER_FEATURES[tier] & (Feature.CONSTRAINTS | Feature.LOGPROBS))

@@ -473,7 +473,7 @@ def empty_carry(model: Model, config: RunnerConfig, count: int) -> DeviceCarry:
     num_blocks = config.num_blocks * config.blocks_per_kv_block
     options: dict[str, Any] = dict(kv_cache_dtype=config.kv_cache_dtype, kv_scales=config.kv_scales)
     kv = init_kv_cache(model, sizes.groups, num_blocks, **options)
-    outcome = jnp.zeros((count, 3), jnp.int32)
+    outcome = jnp.zeros((count, 2), jnp.int32)
     return DeviceCarry(kv=kv, outcome=outcome, extras=empty_extras(sizes.custom, count), sizes=sizes)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrunner.compile.buckets import Bucket, Tier
-from jaxrunner.host_runner.device_carry import FAILED, NUM_NANS, TOKEN, DeviceCarry
+from jaxrunner.host_runner.device_carry import FAILED, TOKEN, DeviceCarry
 from jaxrunner.host_runner.first_half import HalfStep, SampledRows, run_forward
 from jaxrunner.models import transformer
 from jaxrunner.models.model import Model
@@ -102,17 +102,14 @@ def _commit(carry: DeviceCarry, rows: SampledRows, output: StepOutput, updates: 
         extras = with_updates(carry.extras, updates, written, rows.total_len + output.num_sampled)
         carry = carry.replace(extras=extras)
     tokens = output.sampled_token_ids[:, 0]
-    none = jnp.zeros_like(tokens)
-    failed = none if output.failed is None else output.failed.astype(jnp.int32)
-    columns = {TOKEN: tokens, FAILED: failed, NUM_NANS: none if output.num_nans is None else output.num_nans}
+    failed = jnp.zeros_like(tokens) if output.failed is None else output.failed.astype(tokens.dtype)
+    columns = {TOKEN: tokens, FAILED: failed}
     outcome = jnp.stack([columns[i] for i in range(len(columns))], axis=1)
     return carry.replace(outcome=jnp.pad(outcome, ((0, carry.num_rows - num_reqs), (0, 0))))
 
 
 def _with_stuck(output: StepOutput, rows: SampledRows) -> StepOutput:
-    """A stuck row fails for the reason that the step before had."""
-    if output.num_nans is not None:
-        output = output.replace(num_nans=jnp.where(rows.stuck, rows.before[:, NUM_NANS], output.num_nans))
+    """A stuck row fails too."""
     if output.failed_by_nan is not None:
         return output.replace(failed_by_nan=output.failed_by_nan | rows.stuck)
     if output.no_id_left is not None:

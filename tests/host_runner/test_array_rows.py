@@ -36,7 +36,7 @@ class Followed:
     def __init__(self, sets=SETS, num_rows=MOST):
         self.batch = DenseBatch(RowBank(num_rows, BANK), num_rows)
         self.arrays = ArrayRows(num_rows, sets)
-        outcome = jnp.zeros((num_rows, 3), jnp.int32)
+        outcome = jnp.zeros((num_rows, 2), jnp.int32)
         extras = empty_extras(sets, num_rows)
         self.carry = DeviceCarry(KVCache((), None), outcome, extras, HostSizes((), 8, custom=sets))
 

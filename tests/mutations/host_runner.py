@@ -14,7 +14,6 @@ CASES = "tests/host_runner/test_known_cases.py::"
 GARBAGE = ARRAYS + "test_a_buffer_full_of_garbage_is_rewritten_whole[ragged]"
 SMALLER = ARRAYS + "test_k003_k006_a_smaller_step_after_a_larger_one_leaves_neutral_padding"
 PROMPTS = "tests/runner/test_prompt_logprobs.py::"
-LATE_NAN = "tests/runner/test_reports.py::test_a_nan_is_reported_with_both_steps_that_were_launched_before_anybody_knew"
 FOLLOWED = "tests/host_runner/test_array_rows.py::test_every_row_has_the_arrays_of_its_request"
 RECORDS = BATCH + "test_records_alone_tell_who_is_where"
 
@@ -180,11 +179,11 @@ ROWS = (
         (CASES + "test_a_mask_without_an_id_is_reported_with_both_steps_that_were_launched_before_anybody_knew",),
     ),
     Mutation(
-        "host runner: a row whose last step failed does not say why",
+        "host runner: a row whose last step failed does not say so",
         PACKAGE + "second_half.py",
-        "jnp.where(rows.stuck, rows.before[:, NUM_NANS], output.num_nans)",
-        "output.num_nans",
-        (LATE_NAN + "[host-split]", LATE_NAN + "[host-fused]"),
+        "no_id_left=output.no_id_left | rows.stuck",
+        "no_id_left=output.no_id_left",
+        (CASES + "test_a_mask_without_an_id_is_reported_with_both_steps_that_were_launched_before_anybody_knew",),
     ),
     Mutation(
         "host runner: arrays of a row without a token are updated",
@@ -205,7 +204,10 @@ ROWS = (
         PACKAGE + "array_rows.py",
         "follow(self._source, update.moved, NONE)",
         "pass",
-        (FOLLOWED, "tests/runner/test_custom.py::test_neighbours_do_not_notice[host]"),
+        (
+            FOLLOWED,
+            "tests/runner/test_custom.py::test_requests_that_are_preempted_again_and_again_lose_no_count[0-host]",
+        ),
     ),
     Mutation(
         "array rows: every call moves the rows again",
