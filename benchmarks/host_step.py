@@ -1,8 +1,9 @@
 """Host time of one engine step, without the device: the executables are replaced by a stub that answers at once.
 
-    python benchmarks/host_step.py [--requests 8 64 256] [--output FILE]
+    python benchmarks/host_step.py [--requests 8 64 256] [--runner device host] [--output FILE]
 
 Measured is everything the host does for a steady decode: planning, checks, the packed upload, and taking the result.
+Also by stage, in microseconds: the runner's ranges, see `jaxrunner.timing.ranges`.
 Also counted: Python function calls per step, which must not grow with the number of requests.
 """
 
@@ -21,16 +22,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import conditions, write  # noqa: E402
-from jaxrunner import DeviceRunner, Ladder, RunnerConfig, SamplingParams  # noqa: E402
+from jaxrunner import DeviceRunner, HostRunner, Ladder, RunnerConfig, SamplingParams, StepTimer  # noqa: E402
 from jaxrunner.compile.entry import Entry  # noqa: E402
 from jaxrunner.engine.request import Request  # noqa: E402
 from jaxrunner.engine.scheduler import Scheduler  # noqa: E402
 from jaxrunner.models.model import LayerSpec, Model  # noqa: E402
 from jaxrunner.models.weights import random_weights  # noqa: E402
 from jaxrunner.stages.sample import StepOutput  # noqa: E402
+from jaxrunner.timing.times import HOST  # noqa: E402
 
 MODEL = Model("LlamaForCausalLM", 512, 32, 64, 2, 1, 16, (LayerSpec(),), max_position_embeddings=4096)
 WARM_UP, STEPS = 20, 300
+RUNNERS: dict[str, type] = {"device": DeviceRunner, "host": HostRunner}
 
 
 class _Answer(np.ndarray):
@@ -45,11 +48,11 @@ class _Answer(np.ndarray):
 class StubEngine:
     """An engine whose table runs nothing; every request is in steady decode."""
 
-    def __init__(self, num_requests: int):
+    def __init__(self, num_requests: int, runner_class: type = DeviceRunner):
         budget = 4 * num_requests  # all prompts in one step, so that all requests enter new blocks together
         config = RunnerConfig(num_requests, 2048, budget, num_requests * 129 + 1, 16)
         ladder = Ladder.default(MODEL, max_num_seqs=num_requests, max_num_batched_tokens=budget)
-        self.runner = DeviceRunner(MODEL, random_weights(MODEL), config, ladder=ladder)
+        self.runner = runner_class(MODEL, random_weights(MODEL), config, ladder=ladder)
         self.scheduler = Scheduler(config, 1)
         self.runner.table.call = self._call  # type: ignore[method-assign]
         self.runner.table.compiler.make = lambda program: Entry(program, None)  # type: ignore[method-assign]
@@ -96,8 +99,8 @@ def steady(engine: StubEngine) -> None:
         engine.step()
 
 
-def measure(num_requests: int) -> list[dict]:
-    engine = StubEngine(num_requests)
+def measure(num_requests: int, runner: str) -> list[dict]:
+    engine = StubEngine(num_requests, RUNNERS[runner])
     steady(engine)
     calls = count_calls(engine)
     times = []
@@ -105,8 +108,8 @@ def measure(num_requests: int) -> list[dict]:
         started = time.perf_counter()
         engine.step()
         times.append((time.perf_counter() - started) * 1e3)
-    name = f"host_step/decode/r{num_requests}"
-    return [
+    name = f"host_step/decode/r{num_requests}" + ("" if runner == "device" else f"/{runner}")
+    rows = [
         {
             "name": name,
             "value": round(statistics.median(times), 4),
@@ -115,14 +118,22 @@ def measure(num_requests: int) -> list[dict]:
         },
         {"name": f"{name}/python_calls", "value": calls, "unit": "calls"},
     ]
+    with StepTimer(engine.runner) as timer:
+        for _ in range(STEPS):
+            engine.step()
+    for stage in (*HOST, "lookup"):
+        value, p90 = np.percentile(timer.times.us(stage), [50, 90]).round(1).tolist()
+        rows.append({"name": f"{name}/{stage}", "value": value, "unit": "us", "p90": p90})
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--runner", nargs="+", choices=RUNNERS, default=["device"])
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "host_step.json")
     arguments = parser.parse_args()
-    rows = [row for n in arguments.requests for row in measure(n)]
+    rows = [row for runner in arguments.runner for n in arguments.requests for row in measure(n, runner)]
     write(arguments.output, conditions(steps=STEPS, warm_up_steps=WARM_UP), rows)
 
 

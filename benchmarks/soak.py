@@ -1,6 +1,6 @@
 """A long run of random lives: requests arrive, share prefixes, are preempted, aborted, replaced and finish at random.
 
-    python benchmarks/soak.py [--steps 100000] [--seed 0] [--output FILE]
+    python benchmarks/soak.py [--steps 100000] [--seed 0] [--runner device] [--output FILE]
 
 The model is tiny and random; scheduler and runner are the real ones, one step in flight, with a KV pool too small for
 its requests. Counted: programs compiled after warm-up, and greedy requests whose tokens differ from those the same
@@ -25,13 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import conditions, write  # noqa: E402
-from jaxrunner import DeviceRunner, Ladder, RunnerConfig, SamplingParams  # noqa: E402
+from jaxrunner import DeviceRunner, HostRunner, Ladder, RunnerConfig, SamplingParams  # noqa: E402
 from jaxrunner.compile.counter import CompileCounter  # noqa: E402
 from jaxrunner.engine.request import Request  # noqa: E402
 from jaxrunner.engine.scheduler import Scheduler  # noqa: E402
 from jaxrunner.models.model import LayerSpec, Model  # noqa: E402
 from jaxrunner.models.weights import random_weights  # noqa: E402
-from jaxrunner.state.audit import audit  # noqa: E402
 
 MODEL = Model("LlamaForCausalLM", 256, 32, 64, 2, 1, 16, (LayerSpec(), LayerSpec()), max_position_embeddings=128)
 CONFIG = RunnerConfig(
@@ -45,6 +44,7 @@ CONFIG = RunnerConfig(
 )
 LADDER = Ladder(decode=(4, 8), mixed=(16, 32), finish=(8,))
 NUM_PROMPTS, MOST_TOKENS, LEAST_MARGIN = 150, 20, 1e-3
+RUNNERS: dict[str, type] = {"device": DeviceRunner, "host": HostRunner}
 AUDIT_EVERY, REPORT_EVERY, MOST_WAITING = 1_000, 10_000, 12
 KINDS = ({}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "min_tokens": 2}, {"logprobs": 3})
 
@@ -52,9 +52,9 @@ KINDS = ({}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "min_tokens": 2}, {"lo
 class Soak:
     """An engine with one step in flight, and the random lives of its requests."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, runner_class: type = DeviceRunner):
         self.rng = np.random.default_rng(seed)
-        self.runner = DeviceRunner(MODEL, random_weights(MODEL), CONFIG, ladder=LADDER)
+        self.runner = runner_class(MODEL, random_weights(MODEL), CONFIG, ladder=LADDER)
         self.scheduler = Scheduler(CONFIG, 1)
         self.in_flight: deque = deque()
         self.alive: dict[str, Request] = {}
@@ -117,7 +117,7 @@ class Soak:
     def check(self) -> None:
         """Audit the state. The slices that it takes compile small programs of their own, which are counted apart."""
         with CompileCounter() as compiled:
-            audit(self.runner.state, shared_blocks=True)
+            self.runner.audit(shared_blocks=True)
         self.counts["compiled by audits"] += compiled.count
 
     def _act(self) -> None:
@@ -161,9 +161,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runner", choices=RUNNERS, default="device")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "soak.json")
     arguments = parser.parse_args()
-    soak = Soak(arguments.seed)
+    soak = Soak(arguments.seed, RUNNERS[arguments.runner])
     soak.runner.warm_up()
     soak.learn()
     soak.counts.clear()
@@ -190,7 +191,7 @@ def main() -> None:
         *(n for n in soak.counts if n not in ("greedy mismatches", "wrong lengths")),
     )
     rows += [{"name": f"soak/{n.replace(' ', '_')}", "value": soak.counts[n], "unit": ""} for n in names]
-    write(arguments.output, conditions(seed=arguments.seed, audit_every=AUDIT_EVERY), rows)
+    write(arguments.output, conditions(seed=arguments.seed, runner=arguments.runner, audit_every=AUDIT_EVERY), rows)
     if num_compiled or soak.counts["greedy mismatches"] or soak.counts["wrong lengths"]:
         sys.exit("the soak failed")
 

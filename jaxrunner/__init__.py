@@ -54,6 +54,7 @@ _HOMES = {
     "compiler_options": "jaxrunner.compile.options",
     "build_runner": "jaxrunner.selection.build",
     "DeviceRunner": "jaxrunner.runner.device_runner",
+    "HostRunner": "jaxrunner.host_runner.runner",
     "RunnerConfig": "jaxrunner.runner.config",
     "StepTimer": "jaxrunner.timing.timer",
     "StepTimes": "jaxrunner.timing.times",

@@ -97,7 +97,7 @@ class FlightRecorder:
             self._write({"weights": "replaced"})
         self._calls, self._left = self._calls + 1, self._left - 1
         call = {"call": self._calls, "program": dataclasses.asdict(entry.program)}
-        free = tuple(self._runner.no_grammar.values())
+        free = tuple(self._runner.masks.free.values())
         self._write({**call, "args": [_describe(a, self._weights, free) for a in args]})
         try:
             result = self._original(entry, *args)

@@ -14,7 +14,7 @@ from jaxrunner.compile.counter import persistent_hits
 from jaxrunner.compile.entry import Entry, memory
 from jaxrunner.compile.executable_cache import ExecutableCache
 from jaxrunner.compile.options import compiler_options, other_options
-from jaxrunner.compile.programs import Program, ProgramSet
+from jaxrunner.compile.programs import Program, Programs
 from jaxrunner.device_memory import return_freed_memory
 
 logger = logging.getLogger("jaxrunner")
@@ -38,7 +38,7 @@ class Compiler:
 
     def __init__(
         self,
-        programs: ProgramSet,
+        programs: Programs,
         *,
         options: dict[str, Any] | None = None,
         cache: ExecutableCache | None = None,

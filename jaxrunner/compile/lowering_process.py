@@ -21,7 +21,7 @@ import jax
 import jax.export
 
 from jaxrunner.compile.compiler import LoweredProgram
-from jaxrunner.compile.programs import Program, ProgramSet
+from jaxrunner.compile.programs import Program, Programs
 from jaxrunner.pallas.custom_attention import custom
 from jaxrunner.pallas.target import Target, target, tracing_for
 from jaxrunner.sampling.custom import NO_CUSTOM
@@ -37,7 +37,7 @@ PROGRAMS_A_PROCESS = 3
 """Fewer would be lowered here in the time that a process needs to start."""
 
 
-def default_processes(programs: ProgramSet, count: int) -> int:
+def default_processes(programs: Programs, count: int) -> int:
     """How many processes pay for lowering `count` programs: none unless they are for a GPU that a process without it
     lowers Mosaic kernels for as one with it does (compute capability 9.0); and none for functions of the user's own,
     which may not be found by their names there, or for Triton's attention, which asks the device.
@@ -57,7 +57,7 @@ class LoweringProcessError(Exception):
 class Setup:
     """What the process needs to know once."""
 
-    programs: ProgramSet
+    programs: Programs
     target: Target
     settings: dict[str, Any]
 
@@ -76,7 +76,7 @@ class Reply:
 class LoweringProcess:
     """Starts the process at once, waits for nothing. programs: without an attention of the user's own."""
 
-    def __init__(self, programs: ProgramSet):
+    def __init__(self, programs: Programs):
         self._programs = programs
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
@@ -113,7 +113,7 @@ class LoweringProcess:
             raise LoweringProcessError(f"the process has ended ({error})") from error
 
 
-def exported(programs: ProgramSet, program: Program) -> Reply:
+def exported(programs: Programs, program: Program) -> Reply:
     """One program, traced and lowered for the target."""
     run, arguments = programs.function(program)
     leaves, inputs = jax.tree.flatten(arguments)
@@ -135,7 +135,7 @@ def exported(programs: ProgramSet, program: Program) -> Reply:
     return Reply(bytes(module), results, between - started, time.perf_counter() - between)
 
 
-def imported(programs: ProgramSet, program: Program, reply: Reply) -> jax.stages.Lowered:
+def imported(programs: Programs, program: Program, reply: Reply) -> jax.stages.Lowered:
     """What `ProgramSet.trace(program).lower()` gives, from a reply: the same donation, the same names in errors."""
     module, structure = jax.export.deserialize(bytearray(reply.module)), jax.tree.structure(reply.results)
     function, shapes = programs.function(program)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -36,10 +37,10 @@ class Program:
     a tier. "finish": sample and commit for `size` requests at `tier`, under the masks of their grammars; what forbids
     nothing is a mask too, so no other program is there for it. "admit": rows and prompts, `size` tokens.
     "moves": KV blocks zeroed and copied, `size` of each. "copy": what has to be kept of `size` preempted rows.
-    "prompt": log-probabilities of `size` prompt tokens.
+    "prompt": log-probabilities of `size` prompt tokens. "arrange": arrays of requests follow a batch whose rows moved.
     """
 
-    kind: Literal["step", "begin", "finish", "admit", "moves", "copy", "prompt"]
+    kind: Literal["step", "begin", "finish", "admit", "moves", "copy", "prompt", "arrange"]
     bucket: Bucket | None = None
     size: int = 0
     tier: Tier = "greedy"
@@ -59,20 +60,21 @@ FIRST_TOKEN_PROGRAMS = 4
 COPY = Program("copy", size=ENTRIES_PER_CALL)
 
 
-class ProgramSet:
-    """All programs of one ladder over one model and state. Holds shapes, no arrays.
+class Programs(abc.ABC):
+    """All programs of one ladder over one model and what a runner keeps on the device. Holds shapes, no arrays.
 
-    weights, state: pytrees of arrays or ShapeDtypeStructs. The state is donated by every program. custom: the user's
-    logits processors and sampler.
+    weights, state: pytrees of arrays or ShapeDtypeStructs. The state is donated by every program. admit_sizes: of the
+    programs by which requests enter the state. custom: the user's logits processors and sampler.
     """
 
     def __init__(
         self,
         model: Model,
         weights: Any,
-        state: RunnerState,
+        state: Any,
         ladder: Ladder,
         *,
+        admit_sizes: tuple[int, ...] = (),
         implementation: Implementation = None,
         custom: CustomSampling = NO_CUSTOM,
     ):
@@ -80,11 +82,33 @@ class ProgramSet:
         self.ladder = ladder
         self.implementation = implementation
         self.custom = custom
-        self.groups = state.tables.groups
         self._weights, self._state = _shapes(weights), _shapes(state)
-        self._draft_slots = state.num_draft_tokens
-        self._list_width = state.sampling.sizes.width
-        self._admit_sizes = geometric(min(ADMIT_FIRST, state.max_model_len), state.max_model_len, ADMIT_FACTOR)
+        self._admit_sizes = admit_sizes
+
+    @property
+    def state_shapes(self) -> Any:
+        """What the runner keeps on the device, as shapes."""
+        return self._state
+
+    @property
+    def brought_bytes(self) -> int:
+        """Of what steps bring to the device beside uploads and masks: it lies there beside the state."""
+        return 0
+
+    @abc.abstractmethod
+    def function(self, program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """(what the program computes, the shapes of its arguments)."""
+
+    def admit_for(
+        self, num_tokens: int, num_block_writes: int, num_list_writes: int = 0, num_arrays: int = 0
+    ) -> Program | None:
+        """The smallest admit program that holds this much; None if none does, or if requests enter without one."""
+        return None
+
+    @property
+    def others(self) -> list[Program]:
+        """Programs that are not for every step."""
+        return [Program("moves", size=MOVES_PER_CALL), self.prompt_logprobs]
 
     def all(self) -> list[Program]:
         """Every program, the ones a first request needs first."""
@@ -93,18 +117,14 @@ class ProgramSet:
         finishes = [Program("finish", size=n, tier=t) for t in self.ladder.tiers for n in self.ladder.finish_rungs(t)]
         decodes = [self.ladder.decode_bucket(n, tier) for tier in self.ladder.tiers for n in self.ladder.decode]
         first = dict.fromkeys(self.first(bucket) for bucket in ragged)
-        moves = Program("moves", size=MOVES_PER_CALL)
-        others = [moves, self.prompt_logprobs]
-        if updated_names(self._state.sampling.custom):
-            others.append(COPY)
-        return [*admits, *first, *finishes, *others, *dict.fromkeys(self.first(bucket) for bucket in decodes)]
+        return [*admits, *first, *finishes, *self.others, *dict.fromkeys(self.first(bucket) for bucket in decodes)]
 
     def by_urgency(self) -> list[Program]:
         """Every program, in the order in which an engine can use them before all are there: first the largest of each
         kind and tier, which with the others of its kind missing can do their work."""
         ladder, most = self.ladder, self.ladder.max_num_reqs
         prefill = self.first(ladder.mixed_bucket(ladder.max_num_tokens, "greedy"))
-        largest = [prefill, Program("admit", size=self._admit_sizes[-1])]
+        largest = [prefill, *(Program("admit", size=n) for n in self._admit_sizes[-1:])]
         for tier in ladder.tiers:
             largest += [self.finish(most, tier), self.first(ladder.decode_bucket(most, tier))]
         return list(dict.fromkeys([*largest, Program("moves", size=MOVES_PER_CALL), *self.all()]))
@@ -126,40 +146,15 @@ class ProgramSet:
     def prompt_logprobs(self) -> Program:
         return Program("prompt", size=min(PROMPT_ROWS, self.ladder.max_num_tokens))
 
-    def admit_for(
-        self, num_tokens: int, num_block_writes: int, num_list_writes: int = 0, num_arrays: int = 0
-    ) -> Program | None:
-        """The smallest admit program that holds this much, or None."""
-        for size in self._admit_sizes:
-            program = Program("admit", size=size)
-            layout = self.admit_layout(program)
-            needed = {"tokens": num_tokens, "block_writes": num_block_writes, "list_writes": num_list_writes}
-            if num_arrays:
-                needed["array_row"] = num_arrays
-            if all(layout.shape_of(section)[0] >= count for section, count in needed.items()):
-                return program
-        return None
-
     def larger(self, program: Program) -> list[Program]:
         """Programs that can stand in for `program`, in ascending order of size."""
         if program.bucket is not None:
             larger = self.ladder.larger(program.bucket)
             return [self.first(b) if program.kind == "step" else Program("begin", b) for b in larger]
-        if program.kind in ("moves", "copy", "prompt"):
+        if program.kind in ("moves", "copy", "prompt", "arrange"):
             return []
         sizes = self.ladder.finish_rungs(program.tier) if program.kind == "finish" else self._admit_sizes
         return [dataclasses.replace(program, size=n) for n in sizes if n > program.size]
-
-    def step_layout(self, bucket: Bucket) -> Layout:
-        return step_layout(bucket, self.groups, self._draft_slots)
-
-    def admit_layout(self, program: Program) -> Layout:
-        """Room for `size` tokens and for the block tables of as many, a partly filled block for each entry; and for as
-        many words of lists, in the largest program for the lists of any one request."""
-        blocks = sum(-(-program.size // g.block_size) + g.blocks_per_kv_block * ENTRIES_PER_CALL for g in self.groups)
-        is_largest = program.size == self._admit_sizes[-1]
-        lists = self._list_width if is_largest else min(program.size, self._list_width)
-        return admit_layout(program.size, blocks, num_list_writes=lists, custom=self._state.sampling.custom)
 
     def trace(self, program: Program) -> jax.stages.Traced:
         """One program, ready to be lowered. No array is made. With `jax_debug_nans` on nothing is donated."""
@@ -179,13 +174,61 @@ class ProgramSet:
         shapes = " ".join(f"{x.dtype}{list(x.shape)}" for x in leaves)
         return [*map(repr, (program, self.model, self.implementation, self.ladder.max_num_reqs)), str(tree), shapes]
 
+
+class ProgramSet(Programs):
+    """The programs of the runner that keeps its requests on the device; see `Programs`."""
+
+    def __init__(
+        self,
+        model: Model,
+        weights: Any,
+        state: RunnerState,
+        ladder: Ladder,
+        *,
+        implementation: Implementation = None,
+        custom: CustomSampling = NO_CUSTOM,
+    ):
+        sizes = geometric(min(ADMIT_FIRST, state.max_model_len), state.max_model_len, ADMIT_FACTOR)
+        options: dict[str, Any] = {"implementation": implementation, "custom": custom}
+        super().__init__(model, weights, state, ladder, admit_sizes=sizes, **options)
+        self.groups = state.tables.groups
+        self._draft_slots = state.num_draft_tokens
+        self._list_width = state.sampling.sizes.width
+
+    @property
+    def others(self) -> list[Program]:
+        return super().others + ([COPY] if updated_names(self._state.sampling.custom) else [])
+
+    def admit_for(
+        self, num_tokens: int, num_block_writes: int, num_list_writes: int = 0, num_arrays: int = 0
+    ) -> Program | None:
+        for size in self._admit_sizes:
+            program = Program("admit", size=size)
+            layout = self.admit_layout(program)
+            needed = {"tokens": num_tokens, "block_writes": num_block_writes, "list_writes": num_list_writes}
+            if num_arrays:
+                needed["array_row"] = num_arrays
+            if all(layout.shape_of(section)[0] >= count for section, count in needed.items()):
+                return program
+        return None
+
+    def step_layout(self, bucket: Bucket) -> Layout:
+        return step_layout(bucket, self.groups, self._draft_slots)
+
+    def admit_layout(self, program: Program) -> Layout:
+        """Room for `size` tokens and for the block tables of as many, a partly filled block for each entry; and for as
+        many words of lists, in the largest program for the lists of any one request."""
+        blocks = sum(-(-program.size // g.block_size) + g.blocks_per_kv_block * ENTRIES_PER_CALL for g in self.groups)
+        is_largest = program.size == self._admit_sizes[-1]
+        lists = self._list_width if is_largest else min(program.size, self._list_width)
+        return admit_layout(program.size, blocks, num_list_writes=lists, custom=self._state.sampling.custom)
+
     def function(self, program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """(what the program computes, the shapes of its arguments)."""
         if program.kind == "admit":
             layout = self.admit_layout(program)
-            return functools.partial(apply_admit, layout=layout), (self._state, _vector(layout))
+            return functools.partial(apply_admit, layout=layout), (self._state, vector(layout))
         if program.kind == "moves":
-            return apply_moves, (self._state, _vector(move_layout()))
+            return apply_moves, (self._state, vector(move_layout()))
         if program.kind == "copy":
             return copy_rows, (self._state, jax.ShapeDtypeStruct((program.size,), jnp.int32))
         if program.kind == "finish":
@@ -193,11 +236,11 @@ class ProgramSet:
             return self._finish(program), (self._weights, self._state, self._pending.last_tokens, mask)
         if program.kind == "prompt":
             run = functools.partial(run_prompt_logprobs, self.model, num_rows=program.size)
-            return run, (self._weights, self._state, self._pending, _vector(prompt_layout(program.size)))
+            return run, (self._weights, self._state, self._pending, vector(prompt_layout(program.size)))
         assert program.bucket is not None
-        upload = _vector(self.step_layout(program.bucket))
-        first = self._begin(program.bucket) if program.kind == "begin" else self._step(program.bucket)
-        return first, (self._weights, self._state, upload)
+        upload = vector(self.step_layout(program.bucket))
+        run = self._begin(program.bucket) if program.kind == "begin" else self._step(program.bucket)
+        return run, (self._weights, self._state, upload)
 
     @functools.cached_property
     def _pending(self) -> Any:
@@ -205,7 +248,7 @@ class ProgramSet:
 
     def pending_shapes(self, bucket: Bucket) -> Any:
         """Shapes between the two halves of a step in `bucket`: the same for every bucket of a kind."""
-        upload = _vector(self.step_layout(bucket))
+        upload = vector(self.step_layout(bucket))
         return jax.eval_shape(self._begin(bucket), self._weights, self._state, upload)[1]
 
     def _step(self, bucket: Bucket):
@@ -236,7 +279,8 @@ def _place_of(argument: Any, arguments: tuple[Any, ...]) -> int:
     return next(i for i, a in enumerate(arguments) if a is argument)
 
 
-def _vector(layout: Layout) -> jax.ShapeDtypeStruct:
+def vector(layout: Layout) -> jax.ShapeDtypeStruct:
+    """The shape of an upload."""
     return jax.ShapeDtypeStruct((layout.size,), jnp.int32)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any, Literal, NoReturn
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from jaxrunner.compile.compiler import Compiler
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.executable_cache import ExecutableCache
-from jaxrunner.compile.programs import FIRST_TOKEN_PROGRAMS, Program, ProgramSet
+from jaxrunner.compile.programs import FIRST_TOKEN_PROGRAMS, Program, Programs
 from jaxrunner.compile.progress import Report, reporting
 from jaxrunner.compile.warm_up import WarmUp
 from jaxrunner.errors import BucketMissError
@@ -21,10 +21,11 @@ from jaxrunner.pallas.custom_attention import custom, name_of
 
 Policy = Literal["compile", "next_larger", "refuse"]
 POLICIES: tuple[Policy, ...] = ("compile", "next_larger", "refuse")
+P = TypeVar("P", bound=Programs)
 logger = logging.getLogger("jaxrunner")
 
 
-class BucketTable:
+class BucketTable(Generic[P]):
     """programs: what can be compiled. policy: what happens when a program is asked for that is not compiled yet:
     "compile" makes it on the spot, counts it and says so; "next_larger" takes the next larger one that is there;
     "refuse" raises. Both of the latter raise BucketMissError when nothing fits. While a warm-up in the background is
@@ -35,7 +36,7 @@ class BucketTable:
 
     def __init__(
         self,
-        programs: ProgramSet,
+        programs: P,
         *,
         policy: Policy = "compile",
         compiler_options: dict | None = None,

@@ -16,17 +16,19 @@ from jaxrunner.compile.compiler import Compiler
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.executable_cache import ExecutableCache, open_cache
 from jaxrunner.compile.ladder import Ladder
-from jaxrunner.compile.programs import Program, ProgramSet
+from jaxrunner.compile.programs import Program, Programs
 from jaxrunner.compile.warm_up import WarmUp
 from jaxrunner.errors import CapacityError
 from jaxrunner.models.model import Model
-from jaxrunner.runner.config import RunnerConfig, empty_state
+from jaxrunner.runner.config import RunnerConfig
+from jaxrunner.selection.build import choose_runner
+from jaxrunner.selection.registry import runner_class
 
 MARGIN = 0.02
 """Part of the free memory left alone: allocators round up and fragment."""
 
 
-def largest_temporary(programs: ProgramSet, cache: ExecutableCache | None = None) -> int:
+def largest_temporary(programs: Programs, cache: ExecutableCache | None = None) -> int:
     """Bytes of temporaries and outputs of the most expensive programs, the state itself not counted."""
     ladder = programs.ladder
     tier = ladder.tiers[-1]
@@ -46,12 +48,12 @@ def blocks_that_fit(model: Model, weights: Any, config: RunnerConfig, ladder: La
     numbers, if not even one full sequence fits.
     """
     provisional = dataclasses.replace(config, num_blocks=2)
-    state = jax.eval_shape(lambda: empty_state(model, provisional))
+    runner = runner_class(choose_runner(model, config).runner)
+    programs = runner.programs_of(model, weights, provisional, ladder)
+    state = programs.state_shapes
     kv_bytes = sum(x.size * x.dtype.itemsize for x in state.kv.blocks)
     per_block = kv_bytes // 2
-    rest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) - kv_bytes
-    options: dict[str, Any] = {"implementation": config.implementation, "custom": config.custom}
-    programs = ProgramSet(model, weights, state, ladder, **options)
+    rest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) - kv_bytes + programs.brought_bytes
     temporary = largest_temporary(programs, open_cache(config.executable_cache))
     available = int(free_bytes * (1 - MARGIN)) - rest - temporary
     blocks = available // per_block

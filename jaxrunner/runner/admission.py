@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxrunner.contract import NewRequestData, SchedulerOutput
 from jaxrunner.errors import AdmissionError, NotBuiltError
-from jaxrunner.runner.rows import RowMap
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.records import check_token_ids
 
@@ -42,7 +41,7 @@ STEP_FIELD_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def check_scheduler_output(so: SchedulerOutput, known: RowMap) -> None:
+def check_scheduler_output(so: SchedulerOutput, known: Mapping[str, int]) -> None:
     """Raises AdmissionError for a plan that contradicts itself or the runner, NotBuiltError for a field that asks for
     something this version does not have. known: rows of the requests the runner holds.
     """

@@ -8,7 +8,6 @@ and a few counts (`HostRows`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,14 +23,14 @@ from jaxrunner.compile.table import BucketTable
 from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.models.model import Model
-from jaxrunner.runner.admission import check_block_lists, check_new_request, check_scheduler_output
 from jaxrunner.runner.batch_order import sort_requests
 from jaxrunner.runner.config import RunnerConfig, empty_state
-from jaxrunner.runner.grammar import check_grammar_output, no_grammar, step_bitmask
+from jaxrunner.runner.grammar import GrammarMasks, check_grammar_output
 from jaxrunner.runner.host_rows import HostRows
 from jaxrunner.runner.kept_arrays import KeptArrays
 from jaxrunner.runner.output import Asked, AsyncOutput
-from jaxrunner.runner.prompt_reports import AskedTokens, Piece, PromptReport, PromptReports, asked_tokens
+from jaxrunner.runner.plan_checks import PlanChecks, block_moves
+from jaxrunner.runner.prompt_reports import AskedTokens, PromptReport, PromptReports, asked_tokens, num_asked
 from jaxrunner.runner.rows import RowMap
 from jaxrunner.sampling.custom import NO_CUSTOM
 from jaxrunner.sampling_params import SamplingParams
@@ -41,13 +40,11 @@ from jaxrunner.stages.sample import StepOutput
 from jaxrunner.stages.step import Pending
 from jaxrunner.state.admission import ENTRIES_PER_CALL, AdmitEntry, pack_admit, release_entry
 from jaxrunner.state.audit import audit
-from jaxrunner.state.block_moves import MOVES_PER_CALL, pack_moves
-from jaxrunner.state.block_tables import expand_block_ids
+from jaxrunner.state.block_moves import MOVES_PER_CALL
 from jaxrunner.state.block_writes import no_block_writes
 from jaxrunner.state.records import derived_seed, request_record
-from jaxrunner.state.reports import check_reports
-from jaxrunner.state.request_arrays import check_extra_args, request_rows
-from jaxrunner.state.request_lists import check_lists, list_writes
+from jaxrunner.state.request_arrays import request_rows
+from jaxrunner.state.request_lists import list_writes
 from jaxrunner.state.runner_state import RunnerState
 from jaxrunner.timing.ranges import Annotate
 
@@ -90,17 +87,26 @@ class DeviceRunner:
         options: dict[str, Any] = {"implementation": config.implementation, "custom": config.custom}
         programs = ProgramSet(model, weights, self.state, self.ladder, **options)
         cache = open_cache(config.executable_cache)
-        self.table = BucketTable(programs, policy=config.bucket_policy, cache=cache)
+        self.table: BucketTable[ProgramSet] = BucketTable(programs, policy=config.bucket_policy, cache=cache)
         self.rows = RowMap(config.max_num_seqs)
         widths = [table.shape[1] for table in self.state.tables.block_table]
         self._prompts = PromptReports()
-        self._host = HostRows(config.max_num_seqs + 1, self.groups, widths, config.max_model_len)
+        self._host = HostRows(config.max_num_seqs + 1, self.groups)
+        declared = self.state.sampling.custom
+        self._checks = PlanChecks(model, config, self.groups, widths, self.ladder.max_num_tokens, declared)
         self._seed = seed
         self._num_admitted = 0
         self._parked: Parked | None = None
         self._kept = KeptArrays(self.state.sampling.custom)
-        self.no_grammar: dict[int, jax.Array] = {}  # by rows; see `runner.grammar.no_grammar`
+        self.masks = GrammarMasks(model.vocab_size)
         self.annotate: Annotate = TraceAnnotation
+
+    @staticmethod
+    def programs_of(model: Model, weights: Any, config: RunnerConfig, ladder: Ladder) -> ProgramSet:
+        """The programs of a runner of these sizes, from shapes alone. weights: arrays or shapes."""
+        state = jax.eval_shape(lambda: empty_state(model, config))
+        options: dict[str, Any] = {"implementation": config.implementation, "custom": config.custom}
+        return ProgramSet(model, weights, state, ladder, **options)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Apply the plan and launch its forward pass. Returns None, and `sample_tokens` completes the step; or, for
@@ -120,8 +126,9 @@ class DeviceRunner:
             if not scheduler_output.total_num_scheduled_tokens:
                 self._apply_admissions([AdmitEntry(row=0, block_writes=writes)] if len(writes) else [])
                 return ModelRunnerOutput.with_kv_conn_output_only(None)
-            req_ids, inputs = self.build_inputs(scheduler_output, writes)
-            entry, upload = self._pack(inputs)
+            with self.annotate("inputs"):
+                req_ids, inputs = self.build_inputs(scheduler_output, writes)
+                entry, upload = self._pack(inputs)
         self._parked = self._launch(entry, upload, req_ids, inputs)
         if self.config.check_invariants:
             audit(self.state)
@@ -136,24 +143,8 @@ class DeviceRunner:
         """
         if self._parked is None:
             raise RuntimeError("sample_tokens without a step; call execute_model first")
-        parked, has_grammar = self._parked, bool(self._parked.is_structured.any())
-        if has_grammar or grammar_output is not None:
-            check_grammar_output(grammar_output, parked.req_ids, parked.is_structured, parked.samples)
-        self._parked = None
-        output = parked.output
-        if output is None:
-            entry = self._look_up(self.table.programs.finish(len(parked.req_ids), parked.tier))
-            assert parked.pending is not None
-            masks = grammar_output if has_grammar else None
-            bitmask = self._bitmask(masks, parked.req_ids, entry.program.size)
-            with self.annotate("sample"):
-                pending = parked.pending.last_tokens
-                self.state, output = self.table.call(entry, self.weights, self.state, pending, bitmask)
-            has_custom = self.table.programs.custom != NO_CUSTOM
-            if not (has_grammar or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[parked.tier]):
-                output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
-        asked = parked.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
-        result = AsyncOutput(parked.req_ids, output, asked, annotate=self.annotate)
+        with self.annotate("bookkeeping"):
+            result = self._complete(self._parked, grammar_output)
         return result if self.config.async_scheduling else result.get_output()
 
     def warm_up(self, **options: Any) -> None:
@@ -199,9 +190,9 @@ class DeviceRunner:
         )
         return req_ids, inputs
 
-    def audit(self) -> None:
+    def audit(self, *, shared_blocks: bool = False) -> None:
         """Raises InvariantError if the state breaks an invariant; see `jaxrunner.state.audit`."""
-        audit(self.state)
+        audit(self.state, shared_blocks=shared_blocks)
 
     def _pack(self, inputs: StepInput) -> tuple[Entry, np.ndarray]:
         """(the executable that will run, its upload). Block writes that do not fit into it go up before it."""
@@ -221,13 +212,35 @@ class DeviceRunner:
     def _launch(self, entry: Entry, upload: np.ndarray, req_ids: list[str], inputs: StepInput) -> Parked:
         with self.annotate("forward", program=entry.program):
             self.state, result = self.table.call(entry, self.weights, self.state, upload)
-        fused = entry.program.kind == "step"
-        rows = inputs.idx_mapping
-        prompt = self._prompt_tokens(rows, inputs.num_scheduled_tokens)
-        samples = self._host.advance(rows, inputs.num_scheduled_tokens)
-        asked = Asked(self._host.num_logprobs[rows], self._host.num_listed[rows], self._host.wants_mask(rows))
-        pending, output = (None, result) if fused else (result, None)
-        return Parked(req_ids, inputs.tier, output, pending, asked, prompt, self._host.is_structured[rows], samples)
+        with self.annotate("bookkeeping"):
+            rows = inputs.idx_mapping
+            prompt = self._prompt_tokens(rows, inputs.num_scheduled_tokens)
+            samples = self._host.advance(rows, inputs.num_scheduled_tokens)
+            asked = Asked(self._host.num_logprobs[rows], self._host.num_listed[rows], self._host.wants_mask(rows))
+            pending, output = (None, result) if entry.program.kind == "step" else (result, None)
+            is_structured = self._host.is_structured[rows]
+        return Parked(req_ids, inputs.tier, output, pending, asked, prompt, is_structured, samples)
+
+    def _complete(self, parked: Parked, grammar_output: GrammarOutput | None) -> AsyncOutput:
+        """Launch what is left of the step."""
+        has_grammar = bool(parked.is_structured.any())
+        if has_grammar or grammar_output is not None:
+            check_grammar_output(grammar_output, parked.req_ids, parked.is_structured, parked.samples)
+        self._parked = None
+        output = parked.output
+        if output is None:
+            entry = self._look_up(self.table.programs.finish(len(parked.req_ids), parked.tier))
+            assert parked.pending is not None
+            masks = grammar_output if has_grammar else None
+            bitmask = self.masks.of(masks, parked.req_ids, entry.program.size)
+            with self.annotate("sample"):
+                pending = parked.pending.last_tokens
+                self.state, output = self.table.call(entry, self.weights, self.state, pending, bitmask)
+            has_custom = self.table.programs.custom != NO_CUSTOM
+            if not (has_grammar or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[parked.tier]):
+                output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
+        asked = parked.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
+        return AsyncOutput(parked.req_ids, output, asked, annotate=self.annotate)
 
     def _prompt_tokens(self, rows: np.ndarray, counts: np.ndarray) -> AskedTokens | None:
         if not len(self._prompts):
@@ -245,18 +258,8 @@ class DeviceRunner:
             with self.annotate("sample"):
                 self.state, scores = self.table.call(entry, self.weights, self.state, parked.pending, upload)
             found.append(scores)
-        piece = Piece(found, len(tokens.tokens), *self._prompts.most(parked.req_ids, tokens)) if found else None
-        return parked.asked._replace(piece=piece, prompts=tuple(self._prompts.take(parked.req_ids, tokens, piece)))
-
-    def _bitmask(
-        self, grammar_output: GrammarOutput | None, req_ids: list[str], num_rows: int
-    ) -> np.ndarray | jax.Array:
-        """The mask of the step's rows. What forbids nothing lives on the device: most steps upload no mask."""
-        if grammar_output is not None:
-            return step_bitmask(grammar_output, req_ids, num_rows=num_rows, vocab_size=self.model.vocab_size)
-        if num_rows not in self.no_grammar:
-            self.no_grammar[num_rows] = jax.device_put(no_grammar(num_rows, self.model.vocab_size))
-        return self.no_grammar[num_rows]
+        piece, prompts = self._prompts.enter(parked.req_ids, tokens, found)
+        return parked.asked._replace(piece=piece, prompts=prompts)
 
     def _apply_admissions(self, entries: list[AdmitEntry]) -> None:
         programs = self.table.programs
@@ -273,17 +276,9 @@ class DeviceRunner:
         if not (so.new_block_ids_to_zero or so.kv_cache_block_copies):
             return
         entry = self._look_up(Program("moves", size=MOVES_PER_CALL))
-        for upload in self._moves(so):
+        for upload in block_moves(so, self.config):
             with self.annotate("admit"):
                 self.state = self.table.call(entry, self.state, upload)
-
-    def _moves(self, so: SchedulerOutput) -> list[np.ndarray]:
-        n = self.config.blocks_per_kv_block
-        copies = so.kv_cache_block_copies or []
-        src = expand_block_ids([c.src_block_id for c in copies], n)
-        dst = expand_block_ids([c.dst_block_id for c in copies], n)
-        zero = expand_block_ids(list(so.new_block_ids_to_zero or []), n)
-        return pack_moves(zero, list(zip(src, dst, strict=True)))
 
     def _admit_entry(self, request: NewRequestData) -> AdmitEntry:
         row = self.rows.add(request.req_id)
@@ -297,8 +292,8 @@ class DeviceRunner:
             params=params,
             seed=self._next_seed(),
         )
-        prompt_len, vocab_size = len(request.prompt_token_ids), self.model.vocab_size
-        scores = prompt_len - 1 if params.scores_prompt and len(tokens) == prompt_len else 0
+        vocab_size = self.model.vocab_size
+        scores = num_asked(params, len(request.prompt_token_ids), len(tokens))
         if scores:
             self._prompts.add(request.req_id, PromptReport.asked_by(params, vocab_size))
         computed = request.num_computed_tokens
@@ -327,58 +322,10 @@ class DeviceRunner:
         return derived_seed(self._seed, self._num_admitted)
 
     def _check(self, so: SchedulerOutput) -> None:
-        check_scheduler_output(so, self.rows)
+        self._checks.check(so, self.rows.row_of, self._host)
         self._keep_arrays(so)
-        gone = {i for i in so.finished_req_ids | (so.preempted_req_ids or set()) if i in self.rows}
-        readded = {r.req_id for r in so.scheduled_new_reqs if r.req_id in self.rows} - gone
-        if len(so.scheduled_new_reqs) > self.rows.num_free + len(gone) + len(readded):
-            raise CapacityError(f"more than max_num_seqs={self.config.max_num_seqs} requests at a time")
         for request in so.scheduled_new_reqs:
-            check_new_request(
-                request,
-                vocab_size=self.model.vocab_size,
-                max_model_len=self.config.max_model_len,
-                num_groups=len(self.groups),
-                block_size=self.config.block_size,
-                num_scheduled_tokens=so.num_scheduled_tokens.get(request.req_id, 0),
-            )
-            check_lists(
-                request.sampling_params or SamplingParams(),
-                self.model.eos_token_ids,
-                vocab_size=self.model.vocab_size,
-                sizes=self.config.list_sizes,
-                has_thinking=self.config.thinking is not None,
-                where=f"request {request.req_id!r}",
-            )
-            params = request.sampling_params or SamplingParams()
-            check_reports(params, self.config.reports, where=f"request {request.req_id!r}")
-            check_extra_args(params, self.state.sampling.custom, f"request {request.req_id!r}")
             self._kept.values(request)
-            self._check_blocks(request.req_id, 0, request.block_ids)
-        cached = so.scheduled_cached_reqs
-        for req_id, blocks in cached.with_new_blocks():
-            check_block_lists(req_id, blocks, len(self.groups))
-            self._check_blocks(req_id, self.rows[req_id], blocks)
-        if cached.req_ids:
-            self._host.check_cached(cached, self.rows.take(cached.req_ids), so.num_scheduled_tokens)
-        if so.new_block_ids_to_zero or so.kv_cache_block_copies:
-            named = [*(so.new_block_ids_to_zero or [])]
-            named += [b for c in so.kv_cache_block_copies or [] for b in (c.src_block_id, c.dst_block_id)]
-            self._check_pool("a block to zero or to copy", named)
-            self._moves(so)
-        if so.total_num_scheduled_tokens > self.ladder.max_num_tokens:
-            raise AdmissionError(
-                f"{so.total_num_scheduled_tokens} tokens in one step; this runner takes {self.ladder.max_num_tokens}"
-            )
-
-    def _check_pool(self, what: str, ids: list[int]) -> None:
-        if bad := [b for b in ids if not 0 < b < self.config.num_blocks]:
-            raise AdmissionError(f"{what}: block {bad[0]} is outside 1..{self.config.num_blocks - 1}")
-
-    def _check_blocks(self, req_id: str, row: int, block_ids: Iterable[list[int]]) -> None:
-        for ids in block_ids:
-            self._check_pool(f"request {req_id!r}", ids)
-        self._host.check_widths(req_id, row, block_ids)
 
 
 def default_ladder(model: Model, config: RunnerConfig) -> Ladder:

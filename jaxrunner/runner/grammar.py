@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from jaxrunner.contract import GrammarOutput
@@ -55,3 +56,22 @@ def step_bitmask(
 def no_grammar(num_rows: int, vocab_size: int) -> np.ndarray:
     """u32[num_rows, W], the mask that forbids nothing."""
     return np.full((num_rows, num_words(vocab_size)), ~np.uint32(0), np.uint32)
+
+
+class GrammarMasks:
+    """Masks of steps, and those that forbid nothing: these live on the device, so that most steps upload no mask.
+
+    free: by the number of rows.
+    """
+
+    def __init__(self, vocab_size: int):
+        self._vocab_size = vocab_size
+        self.free: dict[int, jax.Array] = {}
+
+    def of(self, grammar_output: GrammarOutput | None, req_ids: Sequence[str], num_rows: int) -> np.ndarray | jax.Array:
+        """u32[num_rows, W], see `step_bitmask`. None: no request of the step has a grammar."""
+        if grammar_output is not None:
+            return step_bitmask(grammar_output, req_ids, num_rows=num_rows, vocab_size=self._vocab_size)
+        if num_rows not in self.free:
+            self.free[num_rows] = jax.device_put(no_grammar(num_rows, self._vocab_size))
+        return self.free[num_rows]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jaxrunner.compile.buckets import Feature, Tier, lowest_tier
-from jaxrunner.contract import CachedRequestData
-from jaxrunner.errors import AdmissionError
-from jaxrunner.runner.logprob_columns import NO_LOGPROBS
+from jaxrunner.runner.logprob_columns import NO_LOGPROBS, asked_counts
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.block_tables import KVGroup, expand_block_ids
 
@@ -22,13 +19,10 @@ class HostRows:
     that the device has or will have sampled when the steps so far are done. features: bits of
     `Feature`. num_logprobs, num_listed: best ids asked for, or NO_LOGPROBS, and ids listed. num_prompt_scores: tokens
     of the prompt that are to be scored, 0 for none. is_structured: bool[rows], requests with structured_outputs.
-    widths: columns of each group's table.
     """
 
-    def __init__(self, num_rows: int, groups: Sequence[KVGroup], widths: Sequence[int], max_model_len: int):
+    def __init__(self, num_rows: int, groups: Sequence[KVGroup]):
         self.groups = groups
-        self.widths = widths
-        self.max_model_len = max_model_len
         self.num_blocks = np.zeros((num_rows, len(groups)), np.int32)
         self.computed = np.zeros(num_rows, np.int32)
         self.known = np.zeros(num_rows, np.int32)
@@ -37,7 +31,6 @@ class HostRows:
         self.num_listed = np.zeros(num_rows, np.int32)
         self.num_prompt_scores = np.zeros(num_rows, np.int32)
         self.is_structured = np.zeros(num_rows, bool)
-        self._sizes = np.array([g.block_size for g in groups], np.int32)
 
     def occupy(
         self,
@@ -53,10 +46,7 @@ class HostRows:
         self.clear(row)
         self.computed[row], self.known[row] = num_computed_tokens, num_tokens
         self.features[row] = params.features
-        if Feature.LOGPROBS in params.features:
-            asked = params.logprobs or 0
-            self.num_logprobs[row] = vocab_size if asked < 0 else min(asked, vocab_size)
-            self.num_listed[row] = len(params.logprob_token_ids or ())
+        self.num_logprobs[row], self.num_listed[row] = asked_counts(params, vocab_size)
         self.num_prompt_scores[row] = num_prompt_scores
         self.is_structured[row] = params.structured_outputs is not None
 
@@ -96,37 +86,3 @@ class HostRows:
         samples = self.computed[rows] == self.known[rows]
         self.known[rows] += samples
         return samples
-
-    def check_widths(self, req_id: str, row: int, block_ids: Iterable[Sequence[int]]) -> None:
-        """Raises AdmissionError if the row's tables have no room for more blocks. row: 0 for a new request."""
-        for g, ids in enumerate(block_ids):
-            held = self.num_blocks[row, g] if row else 0
-            if held + len(ids) * self.groups[g].blocks_per_kv_block > self.widths[g]:
-                raise AdmissionError(f"request {req_id!r}: more blocks than the {self.widths[g]} columns of its table")
-
-    def check_cached(self, cached: CachedRequestData, rows: np.ndarray, num_scheduled_tokens: dict[str, int]) -> None:
-        """Raises AdmissionError if a known request is scheduled past its tokens, its blocks or max_model_len.
-
-        rows: of cached.req_ids. A steady step runs no Python per request here.
-        """
-        counts = np.fromiter(map(num_scheduled_tokens.get, cached.req_ids, itertools.repeat(0)), np.int32, len(rows))
-        ends = self.computed[rows] + counts
-        held = self.num_blocks[rows]
-        if grown := cached.with_new_blocks():
-            place = {req_id: i for i, req_id in enumerate(cached.req_ids)}
-            for req_id, blocks in grown:
-                held[place[req_id]] += [
-                    len(b) * g.blocks_per_kv_block for b, g in zip(blocks, self.groups, strict=True)
-                ]
-        limits = {
-            "that are known": self.known[rows],
-            "that its blocks hold": (held * self._sizes).min(axis=1, initial=np.iinfo(np.int32).max),
-            "of max_model_len": self.max_model_len,
-        }
-        for what, limit in limits.items():
-            if (over := (counts > 0) & (ends > limit)).any():
-                i = int(over.argmax())
-                most = np.broadcast_to(limit, over.shape)[i]
-                raise AdmissionError(
-                    f"request {cached.req_ids[i]!r}: tokens up to {ends[i]} are scheduled of {most} {what}"
-                )

@@ -7,12 +7,22 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxrunner.compile.buckets import Feature
 from jaxrunner.contract import LogprobsLists
 from jaxrunner.sampling.logprobs import TokenLogprobs
+from jaxrunner.sampling_params import SamplingParams
 
 NO_LOGPROBS = -1
 """Stands for a request that asks for none at all; 0 asks for those of its own tokens."""
 NO_ID = -1
+
+
+def asked_counts(params: SamplingParams, vocab_size: int) -> tuple[int, int]:
+    """(best ids, listed ids) that a request asks for with each of its tokens; NO_LOGPROBS for none at all."""
+    if Feature.LOGPROBS not in params.features:
+        return NO_LOGPROBS, 0
+    best = params.logprobs or 0
+    return vocab_size if best < 0 else min(best, vocab_size), len(params.logprob_token_ids or ())
 
 
 class Found(NamedTuple):

@@ -47,6 +47,12 @@ def asked_tokens(rows: np.ndarray, counts: np.ndarray, computed: np.ndarray, ask
     return AskedTokens(starts[owner] + offset, rows[owner], computed[owner] + offset + 1, owner, completes)
 
 
+def num_asked(params: SamplingParams, prompt_len: int, num_tokens: int) -> int:
+    """How many first tokens of a request that comes with `num_tokens` have their successor scored: of the prompt all
+    but the last, or none, also where the request resumes with output, since then they have been reported."""
+    return prompt_len - 1 if params.scores_prompt and num_tokens == prompt_len else 0
+
+
 class Piece:
     """What one step found: one `TokenLogprobs` a call, on the device until somebody asks for it."""
 
@@ -112,6 +118,14 @@ class PromptReports:
         """(best ids, listed ids), the most that a request of the step asks for."""
         reports = [self._of[req_ids[i]] for i in np.unique(asked.owner).tolist()]
         return max(r.num_best or 0 for r in reports), max(r.num_listed or 0 for r in reports)
+
+    def enter(
+        self, req_ids: list[str], asked: AskedTokens, found: list[TokenLogprobs]
+    ) -> tuple[Piece | None, tuple[tuple[str, PromptReport], ...]]:
+        """Note what the device found for the tokens of a step, one for each call. Returns (that, the requests whose
+        prompts are complete with it), as `Asked` holds them."""
+        piece = Piece(found, len(asked.tokens), *self.most(req_ids, asked)) if found else None
+        return piece, tuple(self.take(req_ids, asked, piece))
 
     def take(self, req_ids: list[str], asked: AskedTokens, piece: Piece | None) -> list[tuple[str, PromptReport]]:
         """Note a step's piece with its requests; returns those that are complete with it."""

@@ -11,23 +11,23 @@ from jaxrunner.state.requests import PARKING_ROW
 
 
 class RowMap:
-    """Rows 1..max_num_seqs, handed out lowest first at the start and last freed first afterwards."""
+    """Rows 1..max_num_seqs, handed out lowest first at the start and last freed first afterwards. row_of: the map."""
 
     def __init__(self, max_num_seqs: int):
-        self._row: dict[str, int] = {}
+        self.row_of: dict[str, int] = {}
         self._free = list(range(max_num_seqs, PARKING_ROW, -1))
 
     def __contains__(self, req_id: object) -> bool:
-        return req_id in self._row
+        return req_id in self.row_of
 
     def __getitem__(self, req_id: str) -> int:
-        return self._row[req_id]
+        return self.row_of[req_id]
 
     def __len__(self) -> int:
-        return len(self._row)
+        return len(self.row_of)
 
     def keys(self) -> KeysView[str]:
-        return self._row.keys()
+        return self.row_of.keys()
 
     @property
     def num_free(self) -> int:
@@ -36,16 +36,16 @@ class RowMap:
     def add(self, req_id: str) -> int:
         if not self._free:
             raise CapacityError(f"no free row for request {req_id!r}")
-        row = self._row[req_id] = self._free.pop()
+        row = self.row_of[req_id] = self._free.pop()
         return row
 
     def remove(self, req_id: str) -> int | None:
         """The row that became free, or None for an unknown request."""
-        row = self._row.pop(req_id, None)
+        row = self.row_of.pop(req_id, None)
         if row is not None:
             self._free.append(row)
         return row
 
     def take(self, req_ids: Sequence[str]) -> np.ndarray:
         """i32[B], the row of each request."""
-        return np.fromiter(map(self._row.__getitem__, req_ids), np.int32, len(req_ids))
+        return np.fromiter(map(self.row_of.__getitem__, req_ids), np.int32, len(req_ids))

@@ -35,21 +35,18 @@ from jaxrunner.state.request_arrays import ArraySet, ArraySets, RequestArray
 class SamplingContext(NamedTuple):
     """What a user's function is told of the batch's rows, [B] each.
 
-    position: i32, index the new token will have in its request. samples: bool, whether a token is sampled: no prefill
-    that goes on, no padding. seed: i32[B, 2], words of the requests' seeds. arrays: name -> [B, *shape], the function's
-    own arrays, by the names it declared. history: see the properties and methods.
+    rows: i32, a number that a request has to itself for its life, in a state that of its row; 0 in padding. The batch's
+    order means nothing. position: i32, index the new token will have in its request. samples: bool, whether a token is
+    sampled: no prefill that goes on, no padding. seed: i32[B, 2], words of the requests' seeds. arrays: name ->
+    [B, *shape], the function's own arrays, by the names it declared. history: see the properties and methods.
     """
 
     history: History
+    rows: jax.Array
     position: jax.Array
     samples: jax.Array
     seed: jax.Array
     arrays: Mapping[str, jax.Array] = {}
-
-    @property
-    def rows(self) -> Int32[Array, "B"]:
-        """Row of each request in the state, its own for its life; 0 in padding. The batch's order means nothing."""
-        return self.history.rows
 
     @property
     def prompt_len(self) -> Int32[Array, "B"]:

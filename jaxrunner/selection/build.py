@@ -12,7 +12,7 @@ from jaxrunner.models.model import Model
 from jaxrunner.runner.config import RunnerConfig
 from jaxrunner.selection import own
 from jaxrunner.selection.facts import RUNNER_NAMES, Facts, RunnerName
-from jaxrunner.selection.policy import decide
+from jaxrunner.selection.policy import Decision, decide
 from jaxrunner.selection.registry import Runner, runner_class
 
 ENVIRONMENT = "JAXRUNNER_RUNNER"
@@ -24,18 +24,25 @@ def build_runner(
 ) -> Runner:
     """The runner that `config.runner`, JAXRUNNER_RUNNER or the policy chooses; the arguments are those of its class.
 
-    Logs one line, at level INFO: which runner is built, and why. Raises NotBuiltError if it cannot run what is asked or
-    is not there, AdmissionError for an unknown name in JAXRUNNER_RUNNER. `jaxrunner explain` shows the whole way.
+    Logs one line, at level INFO: which runner is built, and why. Raises as `choose_runner` does. `jaxrunner explain`
+    shows the whole way.
     """
+    decision = choose_runner(model, config)
+    runner = runner_class(decision.runner)(model, weights, config, ladder=ladder, seed=seed)
+    logger.info("runner: %s, %s", decision.label, decision.answer.why)
+    return runner
+
+
+def choose_runner(model: Model, config: RunnerConfig) -> Decision:
+    """What `build_runner` builds. Raises NotBuiltError if that cannot run what is asked, AdmissionError for an unknown
+    name in JAXRUNNER_RUNNER."""
     override, source = asked_runner(config.runner)
     # A `Model` has attention in every layer; a recurrent one is refused when it is loaded.
     facts = Facts(override=override, override_from=source, architectures=(model.architecture,))
     decision = decide(own.POLICY, facts)
     if decision.errors:
         raise NotBuiltError(f"{decision.label} ({decision.answer.why}): {'; '.join(decision.errors)}")
-    runner = runner_class(decision.runner)(model, weights, config, ladder=ladder, seed=seed)
-    logger.info("runner: %s, %s", decision.label, decision.answer.why)
-    return runner
+    return decision
 
 
 def asked_runner(option: RunnerName | None) -> tuple[RunnerName | None, str]:

@@ -70,7 +70,7 @@ def policy_readers(name: str, runner: RunnerName) -> Readers:
     """
     readers = {f: places for f, places in facts_readers(_SOURCES[name]).items() if f not in _INTERNAL}
     if name == "jaxrunner":
-        others = tuple(_place(home.module) for other, home in HOMES.items() if other != runner)
+        others = tuple(home.sources for other, home in HOMES.items() if other != runner)
         options = {o: tuple(p for p in places if not p.startswith(others)) for o, places in option_readers().items()}
         asked = readers.pop("override")
         facts = {field: places for field, places in readers.items() if places}
@@ -80,7 +80,3 @@ def policy_readers(name: str, runner: RunnerName) -> Readers:
     for field in known - policy.ignored.get(runner, {}).keys():
         readers[field] = (*readers[field], f"vLLM's {policy.labels[runner]}")
     return readers
-
-
-def _place(module: str) -> str:
-    return module.removeprefix("jaxrunner.").replace(".", "/")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 from typing import Any, Protocol
 
 from jaxrunner.compile.ladder import Ladder
+from jaxrunner.compile.programs import Programs
 from jaxrunner.compile.table import BucketTable
 from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from jaxrunner.errors import NotBuiltError
 from jaxrunner.models.model import Model
 from jaxrunner.runner.config import RunnerConfig
 from jaxrunner.runner.output import AsyncOutput
@@ -20,7 +19,7 @@ from jaxrunner.timing.ranges import Annotate
 
 
 class Runner(Protocol):
-    """What an engine uses of a runner. A class of one is called as (model, weights, config, *, ladder, seed)."""
+    """What an engine uses of a runner."""
 
     model: Model
     weights: Any
@@ -31,34 +30,43 @@ class Runner(Protocol):
 
     annotate: Annotate
 
+    def __init__(
+        self, model: Model, weights: Any, config: RunnerConfig, *, ladder: Ladder | None = None, seed: int = 0
+    ): ...
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None: ...
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput: ...
+
+    @staticmethod
+    def programs_of(model: Model, weights: Any, config: RunnerConfig, ladder: Ladder) -> Programs: ...
 
     def warm_up(self, **options: Any) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """module, class_name: where the runner is. It is imported when it is built."""
+    """module, class_name: where the runner is. It is imported when it is built. has_package: everything beside the
+    module is part of this runner alone."""
 
     module: str
     class_name: str
+    has_package: bool = False
 
     @property
-    def is_built(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
+    def sources(self) -> str:
+        """What the paths of its own source files begin with, relative to this package."""
+        module = self.module.rpartition(".")[0] + "." if self.has_package else self.module
+        return module.removeprefix("jaxrunner.").replace(".", "/")
 
 
 HOMES: dict[RunnerName, Home] = {
     "device": Home("jaxrunner.runner.device_runner", "DeviceRunner"),
-    "host": Home("jaxrunner.runner.host_runner", "HostRunner"),
+    "host": Home("jaxrunner.host_runner.runner", "HostRunner", has_package=True),
 }
 
 
-def runner_class(name: RunnerName) -> type:
-    """The class of a runner. Raises NotBuiltError for one that this version does not have."""
+def runner_class(name: RunnerName) -> type[Runner]:
+    """The class of a runner."""
     home = HOMES[name]
-    if not home.is_built:
-        raise NotBuiltError(f"{home.class_name} is not built in this version; leave runner and JAXRUNNER_RUNNER unset")
     return getattr(importlib.import_module(home.module), home.class_name)

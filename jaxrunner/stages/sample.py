@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,21 @@ from jaxrunner.sampling.sampler import sample_tokens
 from jaxrunner.stages.batch import BatchRequests
 from jaxrunner.state.request_arrays import current
 from jaxrunner.state.runner_state import RunnerState
+from jaxrunner.state.sampling import SamplingState
 
 NO_TOKEN = -1
+
+
+class SamplingRows(Protocol):
+    """What sampling asks of a batch of B rows. seq_lens: i32[B], the length of each, which is where its new token goes.
+    live: bool[B], no padding. samples: bool[B], whether it gets a token."""
+
+    @property
+    def seq_lens(self) -> jax.Array: ...
+    @property
+    def live(self) -> jax.Array: ...
+    @property
+    def samples(self) -> jax.Array: ...
 
 
 class StepOutput(struct.PyTreeNode):
@@ -80,15 +93,40 @@ def sample(
     still in prefill take no randomness from anyone.
     """
     logits = transformer.logits(model, weights, hidden)
-    if grammar_bitmask is not None:
-        logits = mask_by_grammar(logits, grammar_bitmask)
     rows = requests.idx_mapping
     history = History(state.requests.token_ids, rows, state.requests.prompt_len[rows])
     params = state.sampling.take(rows)
-    run = _custom_run(state, requests, history, params.seed, custom)
-    sampled = sample_tokens(
-        logits, params, requests.seq_lens, tier=tier, history=history, custom=run, implementation=implementation
-    )
+    custom.check_state(state.sampling.custom)
+    run = None
+    if custom != NO_CUSTOM:
+        context = SamplingContext(history, rows, requests.seq_lens, requests.samples, params.seed)
+        values = current(state.extras, custom.declared, rows, state.requests.total_len[rows])
+        run = CustomRun(custom, context, values)
+    options: dict[str, Any] = {"grammar_bitmask": grammar_bitmask, "return_scores": return_scores}
+    options |= {"implementation": implementation}
+    return sample_rows(logits, requests, params, history, tier=tier, custom=run, **options)
+
+
+def sample_rows(
+    logits: jax.Array,
+    requests: SamplingRows,
+    params: SamplingState,
+    history: History | None,
+    *,
+    tier: Tier,
+    custom: CustomRun | None = None,
+    grammar_bitmask: jax.Array | None = None,
+    return_scores: bool = False,
+    implementation: Implementation = None,
+) -> tuple[StepOutput, Mapping[str, jax.Array]]:
+    """`sample` from the logits on, wherever the rows' parameters and arrays come from.
+
+    params: in batch order. history: None only in a tier without constraints and without functions of the user's.
+    """
+    if grammar_bitmask is not None:
+        logits = mask_by_grammar(logits, grammar_bitmask)
+    options: dict[str, Any] = {"tier": tier, "history": history, "custom": custom, "implementation": implementation}
+    sampled = sample_tokens(logits, params, requests.seq_lens, **options)
     samples, no_id_left, num_nans, failed_by_nan = requests.samples, sampled.no_id_left, None, None
     if no_id_left is None and grammar_bitmask is not None:
         no_id_left = ~is_allowed(grammar_bitmask, sampled.token_ids)
@@ -111,14 +149,3 @@ def sample(
         scores=sampled.scores if return_scores else None,
     )
     return output, sampled.updates
-
-
-def _custom_run(
-    state: RunnerState, requests: BatchRequests, history: History, seed: jax.Array, custom: CustomSampling
-) -> CustomRun | None:
-    custom.check_state(state.sampling.custom)
-    if custom == NO_CUSTOM:
-        return None
-    context = SamplingContext(history, requests.seq_lens, requests.samples, seed)
-    num_tokens = state.requests.total_len[history.rows]
-    return CustomRun(custom, context, current(state.extras, custom.declared, history.rows, num_tokens))

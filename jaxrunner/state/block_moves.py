@@ -7,7 +7,7 @@ one call do not depend on their order. One small executable serves both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,20 @@ import numpy as np
 
 from jaxrunner.errors import AdmissionError
 from jaxrunner.state.codec import Layout
-from jaxrunner.state.runner_state import RunnerState
+from jaxrunner.state.kv_cache import KVCache
 
 MOVES_PER_CALL = 64
+
+
+class HoldsCache(Protocol):
+    """A pytree node with a KV cache."""
+
+    kv: KVCache
+
+    def replace(self, **changes: Any) -> Any: ...
+
+
+S = TypeVar("S", bound=HoldsCache)
 
 
 def move_layout(entries: int = MOVES_PER_CALL) -> Layout:
@@ -50,7 +61,7 @@ def batched(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def apply_moves(state: RunnerState, packed: jax.Array) -> RunnerState:
+def apply_moves(state: S, packed: jax.Array) -> S:
     """The state with the blocks of `packed` (see `pack_moves`) zeroed, then copied, in every KV-cache group."""
     part = move_layout().unpack(packed)
     index = jnp.arange(MOVES_PER_CALL)

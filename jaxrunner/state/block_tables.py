@@ -47,7 +47,12 @@ class BlockTables(struct.PyTreeNode):
     @property
     def group_of_layer(self) -> dict[int, tuple[int, int]]:
         """Model layer -> (group, index of the layer in the group's cache)."""
-        return {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
+        return group_of_layer(self.groups)
+
+
+def group_of_layer(groups: tuple[KVGroup, ...]) -> dict[int, tuple[int, int]]:
+    """Model layer -> (group, index of the layer in the group's cache)."""
+    return {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
 
 
 def table_width(max_model_len: int, block_size: int, num_lookahead_tokens: int = 0) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 
 from jaxrunner.errors import CapacityError
 
+A = TypeVar("A", jax.Array, np.ndarray)
 ALIGNMENT = 64
 """Words between the starts of two sections are a multiple of this. XLA may hand a section to a GPU kernel as a pointer
 into the upload, and a kernel's operand must lie at a multiple of 256 bytes."""
@@ -63,8 +65,8 @@ class Layout:
             parts.append(jnp.pad(words, (0, _room(shape) - words.shape[0])))
         return jnp.concatenate(parts)
 
-    def unpack(self, vector: jax.Array) -> dict[str, jax.Array]:
-        """The sections of a vector, inside or outside of a trace."""
+    def unpack(self, vector: A) -> dict[str, A]:
+        """The sections of a vector, inside or outside of a trace; of a NumPy vector they are views."""
         if vector.shape != (self.size,) or vector.dtype != np.int32:
             raise ValueError(f"expected i32[{self.size}], got {vector.dtype}{list(vector.shape)}")
         parts, offset = {}, 0

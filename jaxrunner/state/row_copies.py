@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 from flax import struct
 
 from jaxrunner.state.request_arrays import updated_names
@@ -13,8 +14,8 @@ class RowCopies(struct.PyTreeNode):
     """Of n rows: values of updated arrays, name -> [n, GENERATIONS, *shape]; total_len, prefill_len: i32[n]."""
 
     values: dict[str, jax.Array]
-    total_len: jax.Array
-    prefill_len: jax.Array
+    total_len: jax.Array | np.ndarray
+    prefill_len: jax.Array | np.ndarray
 
 
 def copy_rows(state: RunnerState, rows: jax.Array) -> tuple[RunnerState, RowCopies]:

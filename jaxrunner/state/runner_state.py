@@ -98,18 +98,9 @@ def init_state(
     Every leaf is an array of its own, so the whole state may be donated. Raises AdmissionError for sizes that cannot
     work, with the limit in the message.
     """
-    _check_sizes(model, max_requests, max_model_len, block_size, blocks_per_kv_block)
-    groups = groups or tuple(
-        KVGroup(layers, model.layers[layers[0]].window, block_size, blocks_per_kv_block) for layers in model.kv_groups
-    )
-    counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
-    if len(counts) != len(groups):
-        raise AdmissionError(f"num_blocks has {len(counts)} entries but this model has {len(groups)} KV-cache groups")
-    for count, group in zip(counts, groups, strict=True):
-        _check_blocks(count, group)
-
+    check_sizes(model, max_requests, max_model_len, block_size, blocks_per_kv_block)
+    groups = groups or default_groups(model, block_size=block_size, blocks_per_kv_block=blocks_per_kv_block)
     rows, custom = max_requests + 1, CustomSampling.of(logits_processors, sampler).declared
-    dtype = kv_dtype(kv_cache_dtype, model.dtype)
     widths = [table_width(max_model_len, g.block_size, num_draft_tokens + 1) for g in groups]
     return RunnerState(
         requests=RequestState(
@@ -130,18 +121,44 @@ def init_state(
             reports=reports,
             custom=custom,
         ),
-        kv=KVCache(
-            blocks=tuple(
-                jnp.zeros((len(g.layers), 2, n, g.block_size, model.num_kv_heads, model.head_dim), dtype)
-                for n, g in zip(counts, groups, strict=True)
-            ),
-            scales=initial_scales(dtype, kv_scales, model.kv_scales, model.num_layers, groups),
-        ),
+        kv=init_kv_cache(model, groups, num_blocks, kv_cache_dtype=kv_cache_dtype, kv_scales=kv_scales),
         extras=empty_extras(custom, rows),
     )
 
 
-def _check_sizes(model: Model, max_requests: int, max_model_len: int, block_size: int, per_kv_block: int) -> None:
+def default_groups(model: Model, *, block_size: int = 16, blocks_per_kv_block: int = 1) -> tuple[KVGroup, ...]:
+    """One group for each distinct sliding window."""
+    return tuple(
+        KVGroup(layers, model.layers[layers[0]].window, block_size, blocks_per_kv_block) for layers in model.kv_groups
+    )
+
+
+def init_kv_cache(
+    model: Model,
+    groups: tuple[KVGroup, ...],
+    num_blocks: int | tuple[int, ...],
+    *,
+    kv_cache_dtype: str | None = None,
+    kv_scales: Scales | None = None,
+) -> KVCache:
+    """An empty cache. The arguments are those of `init_state`, and so are the errors."""
+    counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
+    if len(counts) != len(groups):
+        raise AdmissionError(f"num_blocks has {len(counts)} entries but this model has {len(groups)} KV-cache groups")
+    for count, group in zip(counts, groups, strict=True):
+        _check_blocks(count, group)
+    dtype = kv_dtype(kv_cache_dtype, model.dtype)
+    return KVCache(
+        blocks=tuple(
+            jnp.zeros((len(g.layers), 2, n, g.block_size, model.num_kv_heads, model.head_dim), dtype)
+            for n, g in zip(counts, groups, strict=True)
+        ),
+        scales=initial_scales(dtype, kv_scales, model.kv_scales, model.num_layers, groups),
+    )
+
+
+def check_sizes(model: Model, max_requests: int, max_model_len: int, block_size: int, per_kv_block: int) -> None:
+    """Raises AdmissionError for sizes that no state can have."""
     if max_requests < 1:
         raise AdmissionError(f"max_requests is {max_requests}; at least 1 is needed")
     if not 1 <= max_model_len <= model.max_position_embeddings:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxrunner.cli import app
-from jaxrunner.selection import registry
+from jaxrunner.selection import explain
 from tests.conftest import GOLDEN
 
 TINY = str(GOLDEN / "tiny" / "llama")
@@ -17,7 +17,6 @@ TINY = str(GOLDEN / "tiny" / "llama")
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch):
     monkeypatch.delenv("JAXRUNNER_RUNNER", raising=False)
-    monkeypatch.setitem(registry.HOMES, "host", registry.Home("jaxrunner.runner.no_such_runner", "HostRunner"))
 
 
 def run(*args, model=TINY):
@@ -40,8 +39,11 @@ def test_the_way_to_the_default_is_shown_rule_by_rule():
 
 
 def test_what_only_the_other_runner_reads_is_refused(monkeypatch):
-    monkeypatch.setitem(registry.HOMES, "host", registry.Home("json", "HostRunner"))
-    assert told("--runner", "host")["fields"]["bucket_policy"] == []
+    mine = {"device": "runner/device_runner.py: DeviceRunner", "host": "host_runner/runner.py: HostRunner"}
+    for name, place in mine.items():
+        assert told("--runner", name)["fields"]["bucket_policy"] == [f"{place}.__init__"]
+    monkeypatch.setattr(explain, "option_readers", lambda: {"runner": (), "bucket_policy": (mine["device"],)})
+    assert run("--runner", "device", "--bucket-policy", "refuse").exit_code == 0
     result = run("--runner", "host", "--bucket-policy", "refuse")
     assert result.exit_code == 1
     assert "bucket_policy: nothing reads it under jaxrunner with HostRunner" in result.stderr
@@ -61,11 +63,20 @@ def test_a_value_that_the_engine_would_refuse_is_refused():
     assert run("max").exit_code == 2
 
 
-def test_a_runner_that_cannot_be_built_is_an_error_behind_the_way_to_it(monkeypatch):
-    result = run("--runner", "host")
+@pytest.fixture
+def hybrid(tmp_path):
+    """A model that no runner of this package runs."""
+    layers = {"num_attention_heads": 8, "layer_types": ["linear_attention", "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3NextForCausalLM"], **layers}))
+    return tmp_path
+
+
+def test_a_runner_that_cannot_be_built_is_an_error_behind_the_way_to_it(monkeypatch, hybrid):
+    assert run("--runner", "host").exit_code == 0
+    result = run("--runner", "host", model=hybrid)
     assert result.exit_code == 1
     assert "=> HostRunner" in result.stdout
-    assert "error: HostRunner is not built in this version" in result.stdout
+    assert "error: HostRunner does not support recurrent layers" in result.stdout
     monkeypatch.setenv("JAXRUNNER_RUNNER", "host")
     assert told()["why"] == "asked for by JAXRUNNER_RUNNER=host"
 
@@ -75,16 +86,10 @@ def test_variables_that_nothing_reads_are_named(monkeypatch):
     assert "set, but read by nothing: JAXRUNNER_RUNER" in run().stdout.replace("JAXRUNNER_CI_TIMED, ", "")
 
 
-def test_a_model_that_cannot_be_run_is_an_error_and_vllms_choice_is_still_shown(tmp_path):
-    hybrid = {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "num_attention_heads": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(hybrid))
-    report = told(model=tmp_path)
+def test_a_model_that_cannot_be_run_is_an_error_and_vllms_choice_is_still_shown(hybrid):
+    report = told(model=hybrid)
     assert [w in report["errors"][i] for i, w in enumerate(("recurrent layers", "Qwen3NextForCausalLM"))] == [True] * 2
-    result = run("--policy", "vllm-0.28", "--policy", "vllm-0.33", model=tmp_path)
+    result = run("--policy", "vllm-0.28", "--policy", "vllm-0.33", model=hybrid)
     assert result.exit_code == 0, result.stderr
     assert "=> V1, of which vLLM says nothing" in result.stdout
     assert "hybrid, and not on the allow-list" in result.stdout

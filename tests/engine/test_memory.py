@@ -42,6 +42,17 @@ def test_blocks_plus_everything_else_fit_and_one_more_block_would_not(monkeypatc
     assert memory.blocks_that_fit(MODEL, abstract_weights(MODEL), CONFIG, LADDER, free - 6) == 39
 
 
+def test_what_a_host_runner_brings_with_each_step_counts(monkeypatch):
+    """Lists of all rows, and the tokens of all requests twice: 4 requests of 128 tokens are 4 KiB."""
+    monkeypatch.setattr(memory, "largest_temporary", lambda programs, cache: 0)
+    monkeypatch.setattr(memory, "MARGIN", 0.0)
+    config = dataclasses.replace(CONFIG, runner="host")
+    outcome, lists, tokens = 4 * 2 * 4, 4 * CONFIG.list_sizes.width * 4, 2 * 4 * 128 * 4
+    free = outcome + lists + tokens + 40 * BLOCK_BYTES
+    assert memory.blocks_that_fit(MODEL, abstract_weights(MODEL), config, LADDER, free) == 40
+    assert memory.blocks_that_fit(MODEL, abstract_weights(MODEL), config, LADDER, free - 1) == 39
+
+
 def test_no_more_blocks_than_all_sequences_can_use(monkeypatch):
     monkeypatch.setattr(memory, "largest_temporary", lambda programs, cache: 0)
     assert memory.blocks_that_fit(MODEL, abstract_weights(MODEL), CONFIG, LADDER, 10**12) == 17 * 4

@@ -6,22 +6,9 @@ the package and demands that every test named here fails.
 
 from __future__ import annotations
 
-import dataclasses
-
 from jaxrunner.state.fields import REQUEST_FIELDS, SAMPLING_FIELDS
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutation:
-    """fast: quick enough to be run within the test suite."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    fast: bool = False
-
+from tests.mutations.host_runner import HOST_RUNNER
+from tests.mutations.mutation import Mutation
 
 POISON_MIXED = "tests/stages/test_poison.py::test_poison_changes_no_live_bit[mixed-mistral]"
 POISON_DECODE = "tests/stages/test_poison.py::test_poison_changes_no_live_bit[decode-mistral]"
@@ -349,8 +336,8 @@ RANDOMNESS = (
     Mutation(
         "sample: the draw depends on the row, not on the position",
         "stages/sample.py",
-        "sample_tokens(logits, params, requests.seq_lens, tier=tier",
-        "sample_tokens(logits, params, requests.idx_mapping, tier=tier",
+        "sample_tokens(logits, params, requests.seq_lens, **options)",
+        "sample_tokens(logits, params, requests.idx_mapping, **options)",
         (ORACLE_DECODE,),
     ),
     Mutation(
@@ -490,7 +477,10 @@ CUSTOM = (
         "sampling/custom.py",
         "            changes &= asks[:, None]",
         "            pass",
-        (CUSTOM_OPS + "test_rows_that_do_not_ask_keep_every_bit", CUSTOM_RUNNER + "test_neighbours_do_not_notice"),
+        (
+            CUSTOM_OPS + "test_rows_that_do_not_ask_keep_every_bit",
+            CUSTOM_RUNNER + "test_neighbours_do_not_notice[device]",
+        ),
     ),
     Mutation(
         "custom: rows that do not ask are updated",
@@ -512,8 +502,8 @@ CUSTOM = (
         "rows = jnp.where(num_sampled > 0, requests.idx_mapping, state.requests.num_rows)",
         "rows = requests.idx_mapping",
         (
-            CUSTOM_RUNNER + "test_k012_a_stateful_processor_counts_tokens_and_survives_a_preemption",
-            CUSTOM_RUNNER + "test_a_sampler_that_takes_no_id_fails_its_request_alone",
+            CUSTOM_RUNNER + "test_k012_a_stateful_processor_counts_tokens_and_survives_a_preemption[device]",
+            CUSTOM_RUNNER + "test_a_sampler_that_takes_no_id_fails_its_request_alone[device]",
         ),
     ),
     Mutation(
@@ -523,7 +513,7 @@ CUSTOM = (
         "name: extras[name].at[rows].set(value[:, None]",
         (
             CUSTOM_OPS + "test_updates_reach_rows_that_sampled_and_the_value_before_stays",
-            CUSTOM_RUNNER + "test_a_token_that_was_on_its_way_at_a_preemption_counts_once",
+            CUSTOM_RUNNER + "test_a_token_that_was_on_its_way_at_a_preemption_counts_once[device]",
         ),
     ),
     Mutation(
@@ -532,8 +522,8 @@ CUSTOM = (
         "len(tokens), self._kept.values(request))",
         "len(tokens))",
         (
-            CUSTOM_RUNNER + "test_k012_a_stateful_processor_counts_tokens_and_survives_a_preemption",
-            CUSTOM_RUNNER + "test_requests_that_are_preempted_again_and_again_lose_no_count[1]",
+            CUSTOM_RUNNER + "test_k012_a_stateful_processor_counts_tokens_and_survives_a_preemption[device]",
+            CUSTOM_RUNNER + "test_requests_that_are_preempted_again_and_again_lose_no_count[1-device]",
         ),
     ),
     Mutation(
@@ -624,7 +614,7 @@ CONSTRAINTS = (
         "sampling/replay.py",
         "number = position - prompt_len",
         "number = position - 1 + 0 * prompt_len",
-        ("tests/runner/test_constraints.py::test_a_trace_is_replayed_and_then_the_request_goes_on_by_itself",),
+        ("tests/runner/test_constraints.py::test_a_trace_is_replayed_and_then_the_request_goes_on_by_itself[device]",),
     ),
     Mutation(
         "sample: a row without an id left gets one",
@@ -775,42 +765,42 @@ GRAMMARS = (
         "runner/grammar.py",
         "np.full((num_rows, num_words(vocab_size)), ~np.uint32(0), np.uint32)",
         "np.zeros((num_rows, num_words(vocab_size)), np.uint32)",
-        (GRAMMAR + "test_k072_a_plain_request_beside_a_structured_one_is_free",),
+        (GRAMMAR + "test_k072_a_plain_request_beside_a_structured_one_is_free[device]",),
     ),
     Mutation(
         "grammar: masks are those of the first rows",
         "runner/grammar.py",
         "rows = [place[req_id] for req_id in grammar_output.structured_output_request_ids]",
         "rows = [i for i, _ in enumerate(grammar_output.structured_output_request_ids)]",
-        (GRAMMAR + "test_k070_a_mask_finds_its_row_by_its_request",),
+        (GRAMMAR + "test_k070_a_mask_finds_its_row_by_its_request[device]",),
     ),
     Mutation(
         "grammar: ids past a narrow mask may be taken",
         "runner/grammar.py",
         "bitmask[rows] = 0",
         "bitmask[rows] = ~np.uint32(0)",
-        (GRAMMAR + "test_k071_a_wider_mask_is_cut_and_a_narrower_one_forbids_the_rest",),
+        (GRAMMAR + "test_k071_a_wider_mask_is_cut_and_a_narrower_one_forbids_the_rest[device]",),
     ),
     Mutation(
         "grammar: a structured decode is fused",
         "compile/programs.py",
         "bucket.num_reqs <= FUSED_REQS and not has_grammar and not",
         "bucket.num_reqs <= FUSED_REQS and not",
-        (GRAMMAR + "test_k070_a_mask_finds_its_row_by_its_request",),
+        (GRAMMAR + "test_k070_a_mask_finds_its_row_by_its_request[device]",),
     ),
     Mutation(
         "grammar: a mask without an id gives the first id",
         "stages/sample.py",
         "no_id_left = ~is_allowed(grammar_bitmask, sampled.token_ids)",
         "no_id_left = jnp.zeros_like(samples)",
-        (GRAMMAR + "test_a_request_whose_mask_leaves_no_id_fails_alone[params0]",),
+        (GRAMMAR + "test_a_request_whose_mask_leaves_no_id_fails_alone[params0-device]",),
     ),
     Mutation(
         "host rows: a row stays structured",
         "runner/host_rows.py",
         "self.is_structured[row] = params.structured_outputs is not None",
         "self.is_structured[row] |= params.structured_outputs is not None",
-        (GRAMMAR + "test_a_plain_request_in_the_row_of_a_structured_one_needs_no_mask",),
+        (GRAMMAR + "test_a_plain_request_in_the_row_of_a_structured_one_needs_no_mask[device]",),
     ),
     Mutation(
         "columns: a slot stays structured",
@@ -840,7 +830,7 @@ SORTED = "tests/sampling/test_best_ids.py::"
 MODES = "tests/sampling/test_logprobs_modes.py::test_a_batch_reports_what_each_row_asks_for"
 RAW = "tests/sampling/test_logprobs_modes.py::test_raw_numbers_are_of_the_models_own_logits"
 PROMPTS = "tests/runner/test_prompt_logprobs.py::"
-CHUNKED = PROMPTS + "test_every_chunking_gives_the_scores_of_the_whole_prompt[chunks1]"
+CHUNKED = PROMPTS + "test_every_chunking_gives_the_scores_of_the_whole_prompt[chunks1-device]"
 LOGPROBS = (
     Mutation(
         "nans: those of padding are counted",
@@ -896,21 +886,21 @@ LOGPROBS = (
         "runner/prompt_reports.py",
         "computed[owner] + offset + 1",
         "computed[owner] + offset",
-        (CHUNKED, PROMPTS + "test_requests_in_one_step_get_what_each_asked_for"),
+        (CHUNKED, PROMPTS + "test_requests_in_one_step_get_what_each_asked_for[device]"),
     ),
     Mutation(
         "prompts: all tokens are taken for the batch's first",
         "runner/prompt_reports.py",
         "AskedTokens(starts[owner] + offset,",
         "AskedTokens(offset,",
-        (PROMPTS + "test_requests_in_one_step_get_what_each_asked_for",),
+        (PROMPTS + "test_requests_in_one_step_get_what_each_asked_for[device]",),
     ),
     Mutation(
         "prompts: a resumed request is scored again",
-        "runner/device_runner.py",
-        "if params.scores_prompt and len(tokens) == prompt_len else 0",
+        "runner/prompt_reports.py",
+        "if params.scores_prompt and num_tokens == prompt_len else 0",
         "if params.scores_prompt else 0",
-        (PROMPTS + "test_k068_a_prompt_that_is_evicted_between_chunks_is_scored_whole",),
+        (PROMPTS + "test_k068_a_prompt_that_is_evicted_between_chunks_is_scored_whole[device]",),
     ),
     Mutation(
         "prompts: a one-token chunk runs as a decode, which keeps no tokens",
@@ -924,7 +914,7 @@ LOGPROBS = (
         "runner/host_rows.py",
         "self.num_listed[row] = self.num_prompt_scores[row] = 0",
         "self.num_prompt_scores[row] = 0",
-        (PROMPTS + "test_a_row_forgets_what_its_last_owner_asked_for",),
+        (PROMPTS + "test_a_row_forgets_what_its_last_owner_asked_for[device]",),
     ),
     Mutation(
         "scheduler: a prompt that is to be scored takes cached blocks",
@@ -946,4 +936,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *CACHE,
     *GRAMMARS,
     *LOGPROBS,
+    *HOST_RUNNER,
 )

@@ -17,7 +17,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.mutations.mutations import MUTATIONS, Mutation
+from tests.mutations.mutation import Mutation
+from tests.mutations.mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 600
@@ -98,6 +99,8 @@ def run(mutations: Iterable[Mutation]) -> list[Outcome]:
         clean = run_tests(named, copy)
         if clean.returncode != 0:
             raise SystemExit(f"the tests fail without any mutation:\n{clean.stdout[-3000:]}{clean.stderr[-1000:]}")
+        if missing := set(named) - set(PASSED.findall(clean.stdout)):  # else they would count as killers of everything
+            raise SystemExit(f"no test has the name {sorted(missing)}")
         outcomes = []
         for mutation in mutations:
             outcomes.append(run_one(mutation, copy))

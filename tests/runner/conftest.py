@@ -1,4 +1,4 @@
-"""One runner per module: its executables are compiled once; each test begins with an empty state."""
+"""One table of executables for each runner: compiled once; each test begins with an empty state."""
 
 from __future__ import annotations
 
@@ -6,26 +6,31 @@ import functools
 
 import pytest
 
-from jaxrunner import DeviceRunner
+from jaxrunner import DeviceRunner, HostRunner
 from tests.conftest import load_tiny
 from tests.runner.plans import CONFIG, LADDER
 
 
 @functools.cache
-def _shared_table():
-    """A session's fixture alone would be made again for each folder that imports it."""
-    model, weights = load_tiny("llama")
-    return DeviceRunner(model, weights, CONFIG, ladder=LADDER).table
+def table_of(runner_class, config=CONFIG):
+    """A fixture that another directory imports is another fixture; what it gives is the same."""
+    return runner_class(*load_tiny("llama"), config, ladder=LADDER).table
 
 
 @pytest.fixture(scope="session")
 def shared_table():
-    return _shared_table()
+    return table_of(DeviceRunner)
+
+
+@pytest.fixture(scope="session")
+def host_table():
+    return table_of(HostRunner)
 
 
 @pytest.fixture
-def runner(shared_table):
-    model, weights = load_tiny("llama")
-    fresh = DeviceRunner(model, weights, CONFIG, ladder=LADDER)
-    fresh.table = shared_table
+def runner(request):
+    """A `DeviceRunner`, or what `both_runners` asks for."""
+    runner_class = HostRunner if getattr(request, "param", "device") == "host" else DeviceRunner
+    fresh = runner_class(*load_tiny("llama"), CONFIG, ladder=LADDER)
+    fresh.table = table_of(runner_class)
     return fresh

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from jaxrunner import SamplingParams
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner import HostRunner, SamplingParams
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.contract import CachedRequestData, NewRequestData, SchedulerOutput
 from jaxrunner.runner.config import RunnerConfig
+from jaxrunner.state.request_arrays import current
 from jaxrunner.state.request_lists import ListSizes
+from jaxrunner.state.runner_state import host_view
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 CONFIG = RunnerConfig(
@@ -19,6 +25,7 @@ CONFIG = RunnerConfig(
     check_invariants=True,
 )
 LADDER = Ladder(decode=(4,), mixed=(32,), finish=(4,))
+both_runners = pytest.mark.parametrize("runner", ["device", "host"], indirect=True)
 
 
 def new(req_id: str, prompt: list[int], blocks: list[int], params: SamplingParams = GREEDY, **fields) -> NewRequestData:
@@ -53,3 +60,38 @@ def run(runner, scheduler_output: SchedulerOutput) -> dict[str, list[int]]:
     assert runner.execute_model(scheduler_output) is None
     output = runner.sample_tokens()
     return dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+
+
+def num_computed(runner, req_id: str) -> int:
+    """Tokens of a request whose KV there is, as its runner counts them."""
+    row = runner.rows[req_id]
+    if isinstance(runner, HostRunner):
+        return int(runner.batch.rows.computed[row])
+    return int(host_view(runner.state.requests.num_computed_tokens)[row])
+
+
+def kept_on_device(runner):
+    """What it donates to its programs."""
+    return runner.carry if isinstance(runner, HostRunner) else runner.state
+
+
+def snapshot(runner) -> list[np.ndarray]:
+    """Copies of what its runner knows of the requests."""
+    if isinstance(runner, HostRunner):
+        return [getattr(runner.batch.rows, field.name).copy() for field in runner.batch.rows.fields]
+    return [host_view(runner.state.requests.counters), host_view(runner.state.tables.num_blocks)]
+
+
+def lists_of(runner, row: int) -> np.ndarray:
+    """i32[W], the lists of a row, see `request_lists`."""
+    return host_view(runner.lists.lists if isinstance(runner, HostRunner) else runner.state.sampling.lists)[row]
+
+
+def request_values(runner) -> dict[str, np.ndarray]:
+    """Name -> values now, by row, of the arrays that requests have for the user's functions."""
+    if not isinstance(runner, HostRunner):
+        return {name: host_view(value) for name, value in runner.state.request_values.items()}
+    runner._arrange()
+    carry, known = runner.carry, jnp.asarray(runner.batch.rows.known)
+    values = current(carry.extras, carry.sizes.custom, jnp.arange(carry.num_rows), known)
+    return {name: host_view(value) for name, value in values.items()}

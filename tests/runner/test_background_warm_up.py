@@ -11,7 +11,7 @@ from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.lowering_process import LoweringProcess
 from jaxrunner.errors import BucketMissError
 from tests.conftest import load_tiny
-from tests.runner.plans import CONFIG, LADDER, new, plan, run
+from tests.runner.plans import CONFIG, LADDER, both_runners, kept_on_device, new, plan, run
 
 LARGER = Ladder(decode=(1, 4), mixed=(8, 32), finish=(1, 4))
 
@@ -68,12 +68,13 @@ def test_an_error_of_the_background_is_raised_before_a_step_changes_anything(run
     assert generate(failing) == generate(runner)
 
 
-def test_executables_lowered_in_another_process_do_the_same_in_place(runner, shared_table):
+@both_runners
+def test_executables_lowered_in_another_process_do_the_same_in_place(runner):
     model, weights = load_tiny("llama")
-    other = DeviceRunner(model, weights, CONFIG, ladder=LADDER)
+    other = type(runner)(model, weights, CONFIG, ladder=LADDER)
     process = LoweringProcess(other.table.programs)
     other.table.compiler.lower = process.lower
-    kv = other.state.kv.blocks[0]
+    kv = kept_on_device(other).kv.blocks[0]
     place = kv.unsafe_buffer_pointer()
     try:
         assert generate(other) == generate(runner)
@@ -84,7 +85,7 @@ def test_executables_lowered_in_another_process_do_the_same_in_place(runner, sha
         run(other, plan({"a": 1}))
     other.weights = broken
     assert kv.is_deleted()
-    assert other.state.kv.blocks[0].unsafe_buffer_pointer() == place
+    assert kept_on_device(other).kv.blocks[0].unsafe_buffer_pointer() == place
     for program, entry in other.table.entries.items():
-        made_here = shared_table.entries[program]
+        made_here = runner.table.entries[program]
         assert entry.temp_bytes == pytest.approx(made_here.temp_bytes, rel=0.05, abs=256), program

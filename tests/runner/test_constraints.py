@@ -16,7 +16,7 @@ from jaxrunner.sampling.packed_bits import pack_bits
 from jaxrunner.stages.sample import StepOutput
 from jaxrunner.state.runner_state import host_view
 from tests.conftest import load_tiny
-from tests.runner.plans import CONFIG, GREEDY, LADDER, new, plan, run
+from tests.runner.plans import CONFIG, GREEDY, LADDER, both_runners, lists_of, new, num_computed, plan, run
 
 PROMPT, BLOCKS = [5, 9, 17, 9], {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9], "d": [10, 11, 12]}
 HEAVY = SamplingParams(
@@ -42,6 +42,7 @@ def complete(runner, req_id, params, count, gone=()):
     return tokens
 
 
+@both_runners
 def test_a_seed_gives_the_same_tokens_in_any_company_row_and_after_a_preemption(runner):
     """With penalties, biases and bad words: alone; as the third of three; resumed after three tokens, in chunks."""
     alone = complete(runner, "a", HEAVY, 7)
@@ -65,6 +66,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company_row_and_after_a_preemption(
     runner.audit()
 
 
+@both_runners
 def test_k061_the_order_of_requests_does_not_matter(runner):
     """[no penalty, penalty] and [penalty, no penalty]: both requests have the same tokens in both."""
     penalty = SamplingParams(temperature=0.0, repetition_penalty=0.2, ignore_eos=True)
@@ -82,6 +84,7 @@ def test_k061_the_order_of_requests_does_not_matter(runner):
     assert len(set(seen[0][0])) == 6
 
 
+@both_runners
 def test_a_request_without_any_id_left_fails_alone(runner):
     """Allowed: one id, which is a bad word too. Its neighbours get the tokens that they get without it."""
     drawn = SamplingParams(seed=7)
@@ -94,8 +97,7 @@ def test_a_request_without_any_id_left_fails_alone(runner):
     assert tokens["a"] == []
     assert list(output.sampling_errors) == ["a"]
     assert "'a'" in output.sampling_errors["a"]
-    row = runner.rows["a"]
-    assert host_view(runner.state.requests.num_computed_tokens)[row] == 0, "the row is as it was before the step"
+    assert num_computed(runner, "a") == 0, "the row is as it was before the step"
     for finished in ({"a"}, set()):
         assert runner.execute_model(plan({"c": 1, "d": 1}, finished_req_ids=finished)) is None
         output = runner.sample_tokens()
@@ -105,6 +107,7 @@ def test_a_request_without_any_id_left_fails_alone(runner):
     assert (tokens["c"], tokens["d"]) == expected
 
 
+@both_runners
 def test_a_trace_is_replayed_and_then_the_request_goes_on_by_itself(runner):
     """Log-probabilities are those of the given ids; a preemption in the middle of the trace changes nothing."""
     plain = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=1)
@@ -124,6 +127,7 @@ def test_a_trace_is_replayed_and_then_the_request_goes_on_by_itself(runner):
     assert tokens == [own[0], *run(runner, plan({"c": 7}, [follow], finished_req_ids={"b"}))["c"]]
 
 
+@both_runners
 def test_sampling_masks_of_the_requests_that_ask(runner):
     """The ids that each token was drawn from, ascending; nothing for a neighbour, an unfinished prompt, or nobody."""
     asking = SamplingParams(seed=3, top_k=3, return_sampling_mask=True)
@@ -158,15 +162,16 @@ def test_masks_are_taken_apart_as_numpy_does_it():
         assert masks.of_request(row).tolist() == np.flatnonzero(expected).tolist()
 
 
+@both_runners
 def test_k010_a_row_forgets_every_list_of_its_last_owner(runner):
     free = complete(runner, "a", GREEDY, 4)
     everything = dataclasses.replace(HEAVY, allowed_token_ids=[3, 4], min_tokens=2, replay_token_ids=[3])
     complete(runner, "b", everything, 3, gone="a")
     row = runner.rows["b"]
-    assert host_view(runner.state.sampling.lists)[row].any()
+    assert lists_of(runner, row).any()
     assert complete(runner, "c", GREEDY, 4, gone="b") == free
     assert runner.rows["c"] == row
-    assert not host_view(runner.state.sampling.lists)[row].any()
+    assert not lists_of(runner, row).any()
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ from jaxrunner.contract import (
 )
 from jaxrunner.errors import AdmissionError, CapacityError, NotBuiltError
 from jaxrunner.state.runner_state import host_view
-from tests.runner.plans import new, plan, run
+from tests.runner.plans import both_runners, new, plan, run, snapshot
 
 
+@both_runners
 def test_execute_model_returns_none_and_sample_tokens_completes(runner):
     assert runner.execute_model(plan({"a": 3}, [new("a", [5, 6, 7], [1])])) is None
     output = runner.sample_tokens()
@@ -30,6 +31,7 @@ def test_execute_model_returns_none_and_sample_tokens_completes(runner):
     assert len(output.sampled_token_ids[0]) == 1
 
 
+@both_runners
 def test_second_execute_model_first_raises_and_loses_nothing(runner):
     runner.execute_model(plan({"a": 3}, [new("a", [5, 6, 7], [1])]))
     with pytest.raises(RuntimeError, match="sample_tokens"):
@@ -37,11 +39,13 @@ def test_second_execute_model_first_raises_and_loses_nothing(runner):
     assert len(runner.sample_tokens().sampled_token_ids[0]) == 1
 
 
+@both_runners
 def test_sample_tokens_without_a_step_raises(runner):
     with pytest.raises(RuntimeError, match="execute_model"):
         runner.sample_tokens()
 
 
+@both_runners
 def test_a_mask_for_a_step_that_needs_none_raises_and_the_step_survives(runner):
     runner.execute_model(plan({"a": 3}, [new("a", [5, 6, 7], [1])]))
     with pytest.raises(AdmissionError, match=r"'a'.*no structured_outputs"):
@@ -62,6 +66,7 @@ def test_zero_tokens_still_finishes_frees_and_writes(runner):
     runner.audit()
 
 
+@both_runners
 def test_zero_tokens_admits_new_requests(runner):
     runner.execute_model(plan({}, [new("a", [5, 6, 7], [1])]))
     assert len(run(runner, plan({"a": 3}))["a"]) == 1
@@ -96,6 +101,7 @@ def test_encoder_only_output_lists_the_requests():
     assert output.pooler_output == [None, None]
 
 
+@both_runners
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -116,6 +122,7 @@ def test_a_field_that_is_not_built_raises_and_names_itself(runner, field, value)
     assert len(runner.rows) == 0
 
 
+@both_runners
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -161,6 +168,7 @@ def test_every_contract_field_is_acted_on_or_refused():
     }
 
 
+@both_runners
 @pytest.mark.parametrize(
     ("scheduler_output", "message"),
     [
@@ -185,14 +193,16 @@ def test_every_contract_field_is_acted_on_or_refused():
 )
 def test_a_bad_plan_raises_before_anything_changes(runner, scheduler_output, message):
     run(runner, plan({"good": 3}, [new("good", [5, 6, 7], [9])]))
-    before = host_view(runner.state.requests.counters)
+    before = snapshot(runner)
     with pytest.raises(AdmissionError, match=message):
         runner.execute_model(scheduler_output)
     assert len(runner.rows) == 1
-    np.testing.assert_array_equal(host_view(runner.state.requests.counters), before)
+    for was, now in zip(before, snapshot(runner), strict=True):
+        np.testing.assert_array_equal(now, was)
     assert len(run(runner, plan({"good": 1}))["good"]) == 1
 
 
+@both_runners
 def test_v1_style_resumption_is_refused_with_the_way_out(runner):
     so = plan({})
     so.scheduled_cached_reqs = CachedRequestData(resumed_req_ids={"a"})
@@ -200,6 +210,7 @@ def test_v1_style_resumption_is_refused_with_the_way_out(runner):
         runner.execute_model(so)
 
 
+@both_runners
 def test_more_requests_than_rows_is_refused(runner):
     requests = [new(f"r{i}", [5], [i + 1]) for i in range(5)]
     with pytest.raises(CapacityError, match="max_num_seqs=4"):

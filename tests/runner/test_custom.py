@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrunner import DeviceRunner, FlightRecorder, LogitsProcessor, RequestArray, SamplingParams, replay
+from jaxrunner import DeviceRunner, FlightRecorder, HostRunner, LogitsProcessor, RequestArray, SamplingParams, replay
 from jaxrunner.compile.counter import CompileCounter
 from jaxrunner.compile.programs import COPY
 from jaxrunner.engine.request import Request
@@ -22,7 +22,8 @@ from jaxrunner.state.fields import RECORD_WIDTH
 from jaxrunner.state.request_arrays import request_rows
 from jaxrunner.state.runner_state import host_view
 from tests.conftest import load_tiny
-from tests.runner.plans import CONFIG, GREEDY, LADDER, new, plan, run
+from tests.runner.conftest import table_of
+from tests.runner.plans import CONFIG, GREEDY, LADDER, both_runners, kept_on_device, new, plan, request_values, run
 from tests.sampling.custom import counted, nudge, picky
 
 PROMPT, BLOCKS = list(range(40, 50)), {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9], "d": [10, 11, 12]}
@@ -34,25 +35,24 @@ def counting(base, **fields):
     return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **fields}, extra_args={"counted": {"base": base}})
 
 
-@pytest.fixture(scope="module")
-def table():
-    return DeviceRunner(*load_tiny("llama"), CUSTOM, ladder=LADDER).table
-
-
 @pytest.fixture
-def runner(table):
-    made = DeviceRunner(*load_tiny("llama"), CUSTOM, ladder=LADDER)
-    made.table = table
+def runner(request):
+    """As of `conftest`, with functions of the user's."""
+    runner_class = HostRunner if getattr(request, "param", "device") == "host" else DeviceRunner
+    made = runner_class(*load_tiny("llama"), CUSTOM, ladder=LADDER)
+    made.table = table_of(runner_class, CUSTOM)
     return made
 
 
 def calls(runner, req_id):
-    return int(host_view(runner.state.request_values["counted.calls"])[runner.rows[req_id]])
+    return int(request_values(runner)["counted.calls"][runner.rows[req_id]])
 
 
+@both_runners
 def test_k012_a_stateful_processor_counts_tokens_and_survives_a_preemption(runner):
     """A prompt of 10 in chunks of 6 and 4, three decodes, preempted, resumed in chunks: 0, 1, 4, and the next is 5."""
     assert run(runner, plan({"a": 6}, [new("a", PROMPT, BLOCKS["a"], counting(100))])) == {"a": []}
+    row = runner.rows["a"]
     assert calls(runner, "a") == 0
     tokens = run(runner, plan({"a": 4}))["a"]
     assert calls(runner, "a") == 1
@@ -61,7 +61,7 @@ def test_k012_a_stateful_processor_counts_tokens_and_survives_a_preemption(runne
     assert (tokens, calls(runner, "a")) == ([100, 101, 102, 103], 4)
     runner.execute_model(plan({}, preempted_req_ids={"a"}))
     run(runner, plan({"b": 10}, [new("b", PROMPT, BLOCKS["b"], counting(7))]))
-    assert runner.rows["b"] == 1, "another request has its row in between"
+    assert runner.rows["b"] == row, "another request has its row in between"
     back = new("a", PROMPT, BLOCKS["a"], counting(100), prefill_token_ids=PROMPT + tokens)
     assert run(runner, plan({"b": 1, "a": 8}, [back])) == {"b": [8], "a": []}
     assert calls(runner, "a") == 4
@@ -70,6 +70,7 @@ def test_k012_a_stateful_processor_counts_tokens_and_survives_a_preemption(runne
     runner.audit()
 
 
+@both_runners
 def test_a_token_that_was_on_its_way_at_a_preemption_counts_once(runner):
     """The scheduler has not seen the third token and comes back without it; then without all: it starts anew."""
     run(runner, plan({"a": 10}, [new("a", PROMPT, BLOCKS["a"], counting(30))]))
@@ -86,12 +87,14 @@ def test_a_token_that_was_on_its_way_at_a_preemption_counts_once(runner):
     assert run(runner, plan({"a": 10}, [again], preempted_req_ids={"a"}))["a"] == [30]
 
 
+@both_runners
 def test_a_resumption_in_the_plan_of_its_preemption(runner):
     run(runner, plan({"a": 10}, [new("a", PROMPT, BLOCKS["a"], counting(30))]))
     back = new("a", PROMPT, BLOCKS["a"], counting(30), prefill_token_ids=[*PROMPT, 30])
     assert run(runner, plan({"a": 11}, [back], preempted_req_ids={"a"}))["a"] == [31]
 
 
+@both_runners
 def test_what_a_runner_does_not_know_it_does_not_make_up(runner):
     """A request that comes from elsewhere with output is refused if the function has a history of its own."""
     foreign = new("a", PROMPT, BLOCKS["a"], counting(30), prefill_token_ids=[*PROMPT, 30])
@@ -102,6 +105,7 @@ def test_what_a_runner_does_not_know_it_does_not_make_up(runner):
     run(runner, plan({"a": 11}, [new("a", PROMPT, BLOCKS["a"], stateless, prefill_token_ids=[*PROMPT, 30])]))
 
 
+@both_runners
 def test_kept_values_are_dropped_when_their_request_ends(runner):
     fresh = [new(r, PROMPT, BLOCKS[r], counting(9)) for r in "ab"]
     run(runner, plan({"a": 10, "b": 10}, fresh))
@@ -112,11 +116,12 @@ def test_kept_values_are_dropped_when_their_request_ends(runner):
     assert len(runner._kept) == 0
 
 
-def test_neighbours_do_not_notice(runner, shared_table):
+@both_runners
+def test_neighbours_do_not_notice(runner):
     """Greedy and drawn, their tokens are those of a runner without any custom function."""
     drawn = SamplingParams(seed=4, top_k=20)
-    plain = DeviceRunner(*load_tiny("llama"), CONFIG, ladder=LADDER)
-    plain.table = shared_table
+    plain = type(runner)(*load_tiny("llama"), CONFIG, ladder=LADDER)
+    plain.table = table_of(type(runner))
     seen = []
     for each, others in ((plain, [GREEDY, GREEDY]), (runner, [counting(50), counting(3, temperature=0.7)])):
         params = dict(zip("abcd", [GREEDY, drawn, *others], strict=True))
@@ -130,20 +135,24 @@ def test_neighbours_do_not_notice(runner, shared_table):
     assert (seen[1]["c"], seen[1]["d"]) == ([50, 51, 52, 53, 54], [3, 4, 5, 6, 7])
 
 
+@both_runners
 def test_a_row_forgets_the_arrays_of_its_last_owner(runner):
     run(runner, plan({"a": 10}, [new("a", PROMPT, BLOCKS["a"], counting(200))]))
     row = runner.rows["a"]
     first = run(runner, plan({"b": 10}, [new("b", PROMPT, BLOCKS["b"], GREEDY)], finished_req_ids={"a"}))
     assert runner.rows["b"] == row
-    values = {name: host_view(value)[row] for name, value in runner.state.request_values.items()}
+    values = {name: value[row] for name, value in request_values(runner).items()}
     assert not values["counted"]
     assert (values["counted.base"], values["counted.calls"], values["nudge.scale"]) == (0, 0, np.float32(0.25))
     again = run(runner, plan({"c": 10}, [new("c", PROMPT, BLOCKS["c"], counting(5))], finished_req_ids={"b"}))
     assert again["c"] == [5] != first["b"]
     runner.execute_model(plan({}, finished_req_ids={"c"}))
-    assert all(not host_view(value)[row].any() for value in runner.state.extras.values())
+    if isinstance(runner, HostRunner):
+        runner._arrange()
+    assert all(not host_view(value)[row].any() for value in kept_on_device(runner).extras.values())
 
 
+@both_runners
 def test_a_sampler_that_takes_no_id_fails_its_request_alone(runner):
     jumping = SamplingParams(seed=1, extra_args={"picky": {"jump": 1000}})
     fresh = [new("a", PROMPT, BLOCKS["a"], jumping), new("b", PROMPT, BLOCKS["b"], counting(60))]
@@ -153,12 +162,13 @@ def test_a_sampler_that_takes_no_id_fails_its_request_alone(runner):
     assert list(output.sampling_errors) == ["a"]
     assert "sampler" in output.sampling_errors["a"]
     row = runner.rows["a"]
-    assert host_view(runner.state.request_values["picky.sum"])[row] == 0, "what did not happen was not counted"
+    assert request_values(runner)["picky.sum"][row] == 0, "what did not happen was not counted"
 
 
-def test_other_parameters_compile_nothing(runner, table):
+@both_runners
+def test_other_parameters_compile_nothing(runner):
     """New values, more requests than one upload of arrays holds, preemptions: all in the executables of the first."""
-    table.get(COPY)
+    runner.table.get(COPY)
     run(runner, plan({"a": 10}, [new("a", PROMPT, BLOCKS["a"], counting(0, temperature=1.0))]))
     run(runner, plan({"a": 1}))
     runner.execute_model(plan({}, preempted_req_ids={"a"}))
@@ -196,6 +206,7 @@ def arrays(wide):
     return request_rows(SamplingParams(extra_args={"wide": {"bias": bias}}), (wide.declared,), 4)
 
 
+@both_runners
 @pytest.mark.parametrize("depth", [0, 1])
 def test_requests_that_are_preempted_again_and_again_lose_no_count(runner, depth):
     """Four requests, blocks for hardly two, results none or one step late: all count on."""
@@ -217,6 +228,7 @@ def test_requests_that_are_preempted_again_and_again_lose_no_count(runner, depth
     assert len(runner._kept) == 0
 
 
+@both_runners
 def test_a_preempted_request_that_is_aborted_leaves_nothing_behind(runner):
     scheduler = Scheduler(CONFIG, 1)
     request = Request("r", PROMPT, counting(1, max_tokens=5))
@@ -234,8 +246,8 @@ def test_a_preempted_request_that_is_aborted_leaves_nothing_behind(runner):
     assert not scheduler.has_work
 
 
-def test_a_recording_replays_with_the_same_functions_alone(runner, table, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxrunner.recorder.BucketTable", lambda programs, **options: table)
+def test_a_recording_replays_with_the_same_functions_alone(runner, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxrunner.recorder.BucketTable", lambda programs, **options: runner.table)
     with FlightRecorder(runner, tmp_path / "r"):
         run(runner, plan({"a": 10}, [new("a", PROMPT, BLOCKS["a"], counting(77))]))
         run(runner, plan({"a": 1}))

@@ -1,17 +1,19 @@
-"""DeviceRunner over real plans: the same tokens however a batch is cut, ordered, freed and refilled."""
+"""Runners over real plans: the same tokens however a batch is cut, ordered, freed and refilled."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import pytest
 
-from jaxrunner import DeviceRunner, SamplingParams
+from jaxrunner import HostRunner, SamplingParams
 from jaxrunner.compile.counter import CompileCounter
 from jaxrunner.contract import KVCacheBlockCopy
 from jaxrunner.errors import AdmissionError
 from jaxrunner.state.runner_state import host_view
-from tests.conftest import GOLDEN, load_tiny
-from tests.runner.plans import CONFIG, LADDER, new, plan, run
+from tests.conftest import GOLDEN
+from tests.runner.plans import CONFIG, both_runners, new, plan, run, snapshot
 
 BLOCKS = {"a": list(range(1, 8)), "b": list(range(8, 20)), "c": list(range(20, 32))}
 
@@ -35,12 +37,14 @@ def complete(runner, req_id: str, prompt: list[int], steps: int, chunk: int = 32
     return tokens
 
 
+@both_runners
 @pytest.mark.parametrize("chunk", [1, 7, 32])
 def test_greedy_equals_the_golden_at_every_chunk_size(runner, golden, chunk):
     prompt, greedy = golden[1]
     assert complete(runner, "a", prompt, 16, chunk) == greedy
 
 
+@both_runners
 def test_a_batch_of_all_prompts_equals_each_alone(runner, golden):
     (p0, g0), (p1, g1), (p2, g2) = golden
     tokens = {"a": [], "b": [], "c": []}
@@ -62,6 +66,7 @@ def test_a_batch_of_all_prompts_equals_each_alone(runner, golden):
     assert [tokens[r][:16] for r in "abc"] == [g0, g1, g2]
 
 
+@both_runners
 def test_the_result_does_not_depend_on_dict_order(runner, golden):
     """K011: rows follow the batch order of the plan, results follow the request."""
     (p0, g0), (p1, g1), _ = golden
@@ -72,6 +77,7 @@ def test_the_result_does_not_depend_on_dict_order(runner, golden):
     assert [first["b"][0], second["b"][0]] == g1[1:3]
 
 
+@both_runners
 def test_abort_and_resubmit_of_an_id_in_one_step(runner, golden):
     """K017: the old request is removed before the new one of the same id is added."""
     (p0, _), (p1, g1), _ = golden
@@ -84,6 +90,7 @@ def test_abort_and_resubmit_of_an_id_in_one_step(runner, golden):
     assert len(runner.rows) == 1
 
 
+@both_runners
 def test_a_new_request_replaces_one_of_its_id_without_a_finish(runner, golden):
     (p0, _), (p1, g1), _ = golden
     complete(runner, "a", p0, 3)
@@ -92,6 +99,7 @@ def test_a_new_request_replaces_one_of_its_id_without_a_finish(runner, golden):
     runner.audit()
 
 
+@both_runners
 def test_preemption_and_resumption_continue_the_same_tokens(runner, golden):
     """K015: the resumed prefill covers prompt and outputs, and samples after the last of them only."""
     prompt, greedy = golden[1]
@@ -101,10 +109,12 @@ def test_preemption_and_resumption_continue_the_same_tokens(runner, golden):
     rest = complete(runner, "a", prompt, 4, chunk=5, prefill_token_ids=prompt + first)
     assert first + rest == greedy[:8]
     row = runner.rows["a"]
-    assert int(host_view(runner.state.requests.prompt_len)[row]) == len(prompt)
-    assert int(host_view(runner.state.requests.prefill_len)[row]) == len(prompt) + 4
+    rows = runner.batch.rows if isinstance(runner, HostRunner) else runner.state.requests
+    assert host_view(rows.prompt_len)[row] == len(prompt)
+    assert host_view(rows.prefill_len)[row] == len(prompt) + 4
 
 
+@both_runners
 def test_a_prefix_hit_starts_in_the_middle(runner, golden):
     """A request whose first blocks hold another's KV computes only the rest."""
     prompt, greedy = golden[1]
@@ -143,6 +153,7 @@ def test_blocks_are_zeroed_and_copied_before_the_forward_pass(runner, golden):
     assert not np.asarray(runner.state.kv.blocks[0][:, :, BLOCKS["b"][0] + 3]).any()
 
 
+@both_runners
 def test_a_known_request_is_not_run_past_its_tokens_its_blocks_or_the_context(runner, golden):
     """Each plan is refused before anything has changed: the requests go on as if it had not come."""
     (p0, g0), (p1, g1), _ = golden
@@ -154,13 +165,15 @@ def test_a_known_request_is_not_run_past_its_tokens_its_blocks_or_the_context(ru
     assert (len(p0), len(p1)) == (1, 17)
     assert run(runner, plan({"a": 1, "b": 9}, [new("a", p0, BLOCKS["a"]), new("b", p1, [8, 9])]))["a"] == g0[:1]
     for message, so in refused.items():
-        before = host_view(runner.state.requests.counters)
+        before = snapshot(runner)
         with pytest.raises(AdmissionError, match=message):
             runner.execute_model(so)
-        np.testing.assert_array_equal(host_view(runner.state.requests.counters), before)
+        for was, now in zip(before, snapshot(runner), strict=True):
+            np.testing.assert_array_equal(now, was)
     assert run(runner, plan({"a": 1, "b": 8}, blocks={"b": [10]})) == {"a": g0[1:2], "b": g1[:1]}
 
 
+@both_runners
 def test_a_request_ends_at_the_context(runner):
     prompt = [5] * CONFIG.max_model_len
     assert len(run(runner, plan({"c": 32}, [new("c", prompt, BLOCKS["c"])]))["c"]) == 0
@@ -170,6 +183,7 @@ def test_a_request_ends_at_the_context(runner):
         runner.execute_model(plan({"c": 1}))
 
 
+@both_runners
 def test_the_scheduler_mirror_never_overwrites_the_device_count(runner, golden):
     prompt, greedy = golden[1]
     tokens = complete(runner, "a", prompt, 2)
@@ -178,6 +192,7 @@ def test_the_scheduler_mirror_never_overwrites_the_device_count(runner, golden):
     assert tokens + run(runner, so)["a"] == greedy[:3]
 
 
+@both_runners
 def test_a_row_is_reused_without_a_trace(runner, golden):
     (p0, g0), (p1, _), _ = golden
     noisy = SamplingParams(temperature=1.5, seed=7)
@@ -190,13 +205,10 @@ def test_a_row_is_reused_without_a_trace(runner, golden):
     assert tokens == g0[:4]
 
 
-def test_asynchronous_outputs_may_be_read_late(golden, shared_table):
+@both_runners
+def test_asynchronous_outputs_may_be_read_late(runner, golden):
     """K084, K085: the next steps are launched before this step's tokens are read; each output keeps its own."""
-    model, weights = load_tiny("llama")
-    runner = DeviceRunner(
-        model, weights, CONFIG.__class__(**{**CONFIG.__dict__, "async_scheduling": True}), ladder=LADDER
-    )
-    runner.table = shared_table
+    runner.config = dataclasses.replace(CONFIG, async_scheduling=True)
     prompt, greedy = golden[1]
     outputs = []
     runner.execute_model(plan({"a": len(prompt)}, [new("a", prompt, BLOCKS["a"])]))
@@ -208,6 +220,7 @@ def test_asynchronous_outputs_may_be_read_late(golden, shared_table):
     assert outputs[0].get_output() is outputs[0].get_output()
 
 
+@both_runners
 def test_seeded_draws_do_not_depend_on_neighbours_rows_or_order(runner, golden):
     """K042: the same tokens alone and beside an unseeded request."""
     (p0, _), (p1, _), _ = golden
@@ -228,6 +241,7 @@ def test_seeded_draws_do_not_depend_on_neighbours_rows_or_order(runner, golden):
     assert beside == alone
 
 
+@both_runners
 def test_k040_a_prompt_that_fills_the_context_gives_one_token(runner):
     """Rule: it is run, its one token is returned, and nothing is stored past the last column."""
     prompt = [int(x) for x in np.random.default_rng(0).integers(2, 200, 96)]
@@ -235,9 +249,11 @@ def test_k040_a_prompt_that_fills_the_context_gives_one_token(runner):
     run(runner, plan({"a": 32}, [new("a", prompt, blocks)]))
     run(runner, plan({"a": 32}))
     assert len(run(runner, plan({"a": 32}))["a"]) == 1
-    assert host_view(runner.state.requests.token_ids)[runner.rows["a"]].tolist() == prompt
+    rows = runner.batch.rows if isinstance(runner, HostRunner) else runner.state.requests
+    assert host_view(rows.token_ids)[runner.rows["a"]].tolist() == prompt
 
 
+@both_runners
 def test_500_mixed_steps_compile_nothing(runner, golden):
     """After the first uses nothing compiles, helper functions included."""
     runner.warm_up()

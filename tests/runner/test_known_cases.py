@@ -10,7 +10,7 @@ from jaxrunner import DeviceRunner, SamplingParams
 from jaxrunner.state.block_tables import table_width
 from jaxrunner.state.runner_state import host_view
 from tests.conftest import load_tiny
-from tests.runner.plans import CONFIG, LADDER, new, plan, run
+from tests.runner.plans import CONFIG, LADDER, both_runners, new, plan, run
 
 PROMPT = [5, 9, 17, 33, 65, 129]
 
@@ -26,6 +26,7 @@ def seeded_tokens(runner, chunks: tuple[int, ...]) -> list[int]:
     return tokens
 
 
+@both_runners
 @pytest.mark.parametrize("chunks", [(4, 2), (1, 1, 4), (5, 1)])
 def test_k018_a_seed_gives_the_same_tokens_at_every_chunk_size(runner, chunks):
     whole = seeded_tokens(runner, (6,))

@@ -8,11 +8,11 @@ import functools
 import numpy as np
 import pytest
 
-from jaxrunner import DeviceRunner, SamplingParams
+from jaxrunner import HostRunner, SamplingParams
 from jaxrunner.errors import AdmissionError
-from tests.conftest import GOLDEN, load_tiny
+from tests.conftest import GOLDEN
 from tests.oracle import logprobs as oracle
-from tests.runner.plans import CONFIG, GREEDY, LADDER, new, plan
+from tests.runner.plans import CONFIG, GREEDY, both_runners, new, plan
 
 ATOL, BLOCKS = 3e-4, {"a": [1, 2, 3, 4, 5, 6, 7, 8, 9], "b": [10, 11, 12, 13], "c": [14, 15, 16]}
 ASKING = SamplingParams(temperature=0.0, ignore_eos=True, prompt_logprobs=3, prompt_logprob_token_ids=[255, 0])
@@ -46,6 +46,7 @@ def assert_scores_of(output, req_id, prompt, num_best=3, listed=(255, 0)):
     np.testing.assert_allclose(found, expected[: len(prompt) - 1, list(listed)], atol=ATOL)
 
 
+@both_runners
 @pytest.mark.parametrize("chunks", [(32, 29), (1, 1, 32, 1, 25, 1), (30, 30, 1)])
 def test_every_chunking_gives_the_scores_of_the_whole_prompt(runner, chunks):
     """Also chunks of one token, which would be a decode; nothing is handed out before the last chunk."""
@@ -59,6 +60,7 @@ def test_every_chunking_gives_the_scores_of_the_whole_prompt(runner, chunks):
     assert after.prompt_logprobs_dict == after.prompt_token_id_logprobs_dict == {}
 
 
+@both_runners
 def test_requests_in_one_step_get_what_each_asked_for(runner):
     """Scores of three prompts end in different steps, beside a decode; only listed ids; a prompt of one token."""
     prompt, expected = golden()
@@ -83,6 +85,7 @@ def test_requests_in_one_step_get_what_each_asked_for(runner):
     assert len(one.sampled_token_ids[0]) == 1
 
 
+@both_runners
 def test_k068_a_prompt_that_is_evicted_between_chunks_is_scored_whole(runner):
     """Chunks 4/4/1 of 9 tokens, evicted after the first; resumed after its first token it has been reported."""
     prompt = golden()[0][:9]
@@ -99,6 +102,7 @@ def test_k068_a_prompt_that_is_evicted_between_chunks_is_scored_whole(runner):
     assert len(again.sampled_token_ids[0]) == 1
 
 
+@both_runners
 def test_an_id_that_comes_back_in_one_step_begins_anew(runner):
     prompt = golden()[0]
     step(runner, plan({"a": 4}, [new("a", prompt[:9], BLOCKS["a"], ASKING)]))
@@ -106,8 +110,12 @@ def test_an_id_that_comes_back_in_one_step_begins_anew(runner):
     assert_scores_of(step(runner, plan({"a": 12}, fresh, finished_req_ids={"a"})), "a", prompt[:12])
     plain = step(runner, plan({"a": 12}, [new("a", prompt[:12], BLOCKS["a"])], finished_req_ids={"a"}))
     assert plain.prompt_logprobs_dict == {}
+    step(runner, plan({"a": 4}, [new("a", prompt[:9], BLOCKS["a"], ASKING)]))
+    runner.execute_model(plan({}, finished_req_ids={"a"}))
+    assert len(runner._prompts) == 0, "nobody waits for the scores of a request that has ended"
 
 
+@both_runners
 def test_a_row_forgets_what_its_last_owner_asked_for(runner):
     """The next owner asks for nothing, the one after it for the numbers of its own token alone."""
     prompt = golden()[0][:9]
@@ -117,16 +125,16 @@ def test_a_row_forgets_what_its_last_owner_asked_for(runner):
     output = step(runner, plan({"b": 9}, [new("b", prompt, BLOCKS["b"])], finished_req_ids={"a"}))
     assert (output.logprobs, output.prompt_logprobs_dict) == (None, {})
     assert runner.rows["b"] == row
-    assert (runner._host.num_listed[row], runner._host.num_prompt_scores[row]) == (0, 0)
+    rows = runner.batch.rows if isinstance(runner, HostRunner) else runner._host
+    assert (rows.num_listed[row], rows.num_prompt_scores[row]) == (0, 0)
     own = dataclasses.replace(GREEDY, logprobs=0)
     output = step(runner, plan({"c": 9}, [new("c", prompt, BLOCKS["a"], own)], finished_req_ids={"b"}))
     assert output.logprobs.logprob_token_ids.tolist() == output.sampled_token_ids
 
 
-def test_results_may_be_read_late_and_in_any_order(shared_table):
-    model, weights = load_tiny("llama")
-    runner = DeviceRunner(model, weights, dataclasses.replace(CONFIG, async_scheduling=True), ladder=LADDER)
-    runner.table = shared_table
+@both_runners
+def test_results_may_be_read_late_and_in_any_order(runner):
+    runner.config = dataclasses.replace(CONFIG, async_scheduling=True)
     prompt = golden()[0][:25]
     fresh = [new("a", prompt, BLOCKS["a"], ASKING)]
     outputs = [step(runner, plan({"a": n}, fresh if i == 0 else [])) for i, n in enumerate((10, 10, 5, 1))]
@@ -137,6 +145,7 @@ def test_results_may_be_read_late_and_in_any_order(shared_table):
     assert outputs[2].get_output() is last
 
 
+@both_runners
 def test_tokens_that_were_not_run_here_cannot_be_scored(runner):
     prompt = golden()[0][:20]
     step(runner, plan({"b": 20}, [new("b", prompt, BLOCKS["a"])]))
@@ -146,6 +155,7 @@ def test_tokens_that_were_not_run_here_cannot_be_scored(runner):
     assert "a" not in runner.rows
 
 
+@both_runners
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -1,4 +1,4 @@
-"""A runner with processed log-probabilities of all ids, in which a NaN ends its request: one for all tests."""
+"""Runners with processed log-probabilities of all ids, in which a NaN ends its request: one of each for all tests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner import DeviceRunner, SamplingParams
+from jaxrunner import DeviceRunner, HostRunner, SamplingParams
 from jaxrunner.compile.counter import CompileCounter
-from jaxrunner.state.runner_state import host_view
 from tests.conftest import GOLDEN, load_tiny
 from tests.oracle import logprobs as oracle
-from tests.runner.plans import CONFIG, GREEDY, LADDER, new, plan
+from tests.runner.conftest import table_of
+from tests.runner.plans import CONFIG, GREEDY, LADDER, new, num_computed, plan
 
 REPORTING = dataclasses.replace(CONFIG, logprobs_mode="processed_logprobs", max_logprobs=-1, nan_check="fail")
 DATA = np.load(GOLDEN / "tiny" / "llama" / "golden.npz")
@@ -22,20 +22,21 @@ BLOCKS = {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9], "d": [10, 11, 12]}
 VOCAB, DAMAGED, ATOL = 256, 201, 3e-4
 
 
-@pytest.fixture(scope="module")
-def table():
-    model, weights = load_tiny("llama")
-    runner = DeviceRunner(model, weights, REPORTING, ladder=LADDER)
-    runner.warm_up()
-    return runner.table
+@pytest.fixture(scope="module", params=[DeviceRunner, HostRunner], ids=["device", "host"])
+def warm(request):
+    """(class, table) of a runner."""
+    table = table_of(request.param, REPORTING)
+    table.warm_up()
+    return request.param, table
 
 
 @pytest.fixture
-def runner(table):
+def runner(warm):
     """A token's embedding is NaN: whoever reads it has NaN logits from there on."""
     model, weights = load_tiny("llama")
     damaged = {**weights, "embed_tokens": weights["embed_tokens"].at[DAMAGED].set(jnp.nan)}
-    fresh = DeviceRunner(model, damaged, REPORTING, ladder=LADDER)
+    runner_class, table = warm
+    fresh = runner_class(model, damaged, REPORTING, ladder=LADDER)
     fresh.table = table
     return fresh
 
@@ -105,11 +106,28 @@ def test_a_nan_ends_its_request_and_touches_no_other(runner):
             assert tokens["a"] == tokens["d"] == []
             assert output.sampling_errors.keys() == {"a", "d"}
             assert "'a': 256 of its logits are NaN" in output.sampling_errors["a"]
-            computed = host_view(runner.state.requests.num_computed_tokens)
-            assert computed[runner.rows["a"]] == computed[runner.rows["d"]] == 0
+            assert num_computed(runner, "a") == num_computed(runner, "d") == 0
         else:
             assert output.sampling_errors == {}
     runner.audit()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=1, repetition_penalty=1.1)], ids=["fused", "split"])
+def test_a_nan_is_reported_with_both_steps_that_were_launched_before_anybody_knew(runner, params):
+    """One step in flight; a request's last prompt token is the damaged one. Then it is as it was before both steps."""
+    runner.config = dataclasses.replace(REPORTING, async_scheduling=True)
+    damaged = new("a", [5, DAMAGED], BLOCKS["a"], params, num_computed_tokens=1)
+    outputs = [step(runner, plan({"a": 1, "b": 1}, [damaged, new("b", [5], BLOCKS["b"], params)]))]
+    outputs.append(step(runner, plan({"a": 1, "b": 1})))
+    outputs.append(step(runner, plan({"b": 1})))
+    results = [output.get_output() for output in outputs]
+    assert [list(result.sampling_errors) for result in results] == [["a"], ["a"], []]
+    for result in results[:2]:
+        assert result.num_nans_in_logits == {"a": VOCAB, "b": 0}
+        assert "'a': 256 of its logits are NaN" in result.sampling_errors["a"]
+        assert list(map(len, result.sampled_token_ids)) == [int(req_id == "b") for req_id in result.req_ids]
+    assert num_computed(runner, "a") == 1
+    step(runner, plan({"b": 1}, finished_req_ids={"a"}))
 
 
 def test_k117_no_mode_compiles_after_warm_up(runner):

@@ -1,4 +1,4 @@
-"""Random lives through the real scheduler and the real runner: every request gets the tokens it gets alone in NumPy."""
+"""Random lives through the real scheduler and both runners: every request gets the tokens it gets alone in NumPy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxrunner import DeviceRunner
+from jaxrunner import DeviceRunner, HostRunner
 from jaxrunner.compile.counter import CompileCounter
 from jaxrunner.engine.request import Request
 from jaxrunner.engine.scheduler import Scheduler
 from jaxrunner.sampling_params import SamplingParams
-from jaxrunner.state.audit import audit
 from jaxrunner.state.runner_state import host_view
 from tests.conftest import GOLDEN, load_tiny
 from tests.oracle.continuation import continuation
@@ -46,12 +45,13 @@ def families():
     return long, middle + long[:20], middle[:10] + long[20:50]
 
 
-@pytest.fixture(scope="module")
-def warm_table(shared_table):
-    """What greedy requests need; the decodes of other tiers begin in another program."""
-    greedy = (p for p in shared_table.programs.all() if p.tier == "greedy" and p.kind != "moves")
-    shared_table.warm_up(p for p in greedy if not (p.kind == "begin" and p.bucket.kind == "decode"))
-    return shared_table
+@pytest.fixture(scope="module", params=[DeviceRunner, HostRunner])
+def warm_runner(request):
+    """(class, table) of a runner. What greedy requests need; the decodes of other tiers begin in another program."""
+    table = request.getfixturevalue("host_table" if request.param is HostRunner else "shared_table")
+    greedy = (p for p in table.programs.all() if p.tier == "greedy" and p.kind != "moves")
+    table.warm_up(p for p in greedy if not (p.kind == "begin" and p.bucket.kind == "decode"))
+    return request.param, table
 
 
 class Engine:
@@ -59,10 +59,11 @@ class Engine:
     scheduler's, at most what the runner was compiled for.
     """
 
-    def __init__(self, table, depth: int, num_blocks: int, budget: int, prefix_caching: bool):
+    def __init__(self, warm_runner, depth: int, num_blocks: int, budget: int, prefix_caching: bool):
         model, weights = load_tiny("llama")
         config = dataclasses.replace(CONFIG, check_invariants=False, async_scheduling=depth > 0)
-        self.runner = DeviceRunner(model, weights, config, ladder=LADDER)
+        runner_class, table = warm_runner
+        self.runner = runner_class(model, weights, config, ladder=LADDER)
         self.runner.table = table
         smaller = dataclasses.replace(config, num_blocks=num_blocks, max_num_batched_tokens=budget)
         self.scheduler = Scheduler(smaller, 1, prefix_caching=prefix_caching)
@@ -129,8 +130,10 @@ def check(engine: Engine, alive: dict[str, Request]) -> None:
         assert request.output_token_ids[: len(expected)] == expected, request.request_id
     engine.scheduler.check_idle()
     assert len(engine.runner.rows) == 0
-    assert not host_view(engine.runner.state.requests.total_len).any(), "a row of a request that is gone is not empty"
-    audit(engine.runner.state, shared_blocks=engine.scheduler.prefix_caching)
+    if isinstance(engine.runner, DeviceRunner):
+        total_len = host_view(engine.runner.state.requests.total_len)
+        assert not total_len.any(), "a row of a request that is gone is not empty"
+    engine.runner.audit(shared_blocks=engine.scheduler.prefix_caching)
 
 
 def test_the_numpy_continuation_is_the_golden_one():
@@ -149,8 +152,8 @@ def test_the_numpy_continuation_is_the_golden_one():
     budget=st.sampled_from([4, 9, 32]),
     prefix_caching=st.booleans(),
 )
-def test_random_lives(warm_table, families, actions, depth, num_blocks, budget, prefix_caching):
-    engine = Engine(warm_table, depth, num_blocks, budget, prefix_caching)
+def test_random_lives(warm_runner, families, actions, depth, num_blocks, budget, prefix_caching):
+    engine = Engine(warm_runner, depth, num_blocks, budget, prefix_caching)
     with CompileCounter() as counter:
         alive = live(engine, families, actions)
         engine.run()
@@ -159,12 +162,12 @@ def test_random_lives(warm_table, families, actions, depth, num_blocks, budget, 
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_small_pool_preempts_and_nothing_is_lost(warm_table, families, depth):
+def test_a_small_pool_preempts_and_nothing_is_lost(warm_runner, families, depth):
     """What the random lives must meet: preemption and resumption, under prefix sharing."""
-    engine = Engine(warm_table, depth, 8, 32, True)
+    engine = Engine(warm_runner, depth, 8, 32, True)
     actions = [("add", i % 3, 17, MOST_TOKENS, 0) for i in range(6)] + [("steps", 3), ("add", 0, 24, 9, -1)]
     alive = live(engine, families, actions)
-    audit(engine.runner.state, shared_blocks=True)
+    engine.runner.audit(shared_blocks=True)
     engine.run()
     assert engine.num_preempted
     check(engine, alive)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxrunner import SamplingParams
-from jaxrunner.state.runner_state import host_view
-from tests.runner.plans import new, plan, run
+from tests.runner.plans import both_runners, lists_of, new, plan, run
 
 
 def step(runner, so):
@@ -14,6 +13,7 @@ def step(runner, so):
     return runner.sample_tokens()
 
 
+@both_runners
 def test_a_runner_reports_what_each_request_asks_for_and_samples_the_same(runner):
     """A chunk without a token, a decode beside a prefill, different numbers, and none when the asking one is gone."""
     asking = SamplingParams(temperature=0.8, seed=5, logprobs=3, top_k=20)
@@ -43,6 +43,7 @@ def test_a_runner_reports_what_each_request_asks_for_and_samples_the_same(runner
     assert tokens == [output.sampled_token_ids[output.req_id_to_index["a"]] for output in outputs]
 
 
+@both_runners
 def test_a_row_forgets_the_stop_ids_of_its_last_owner(runner):
     """Greedy tokens become stop ids, the request must avoid them; the next one need not."""
     greedy = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -60,14 +61,14 @@ def test_a_row_forgets_the_stop_ids_of_its_last_owner(runner):
     held = generate("b", banned, 5, gone=["a"])
     row = runner.rows["b"]
     assert not set(held[:3]) & set(free)
-    assert sorted(set(host_view(runner.state.sampling.list_of("stop_ids"))[row].tolist()) - {0}) == sorted(
-        t + 1 for t in set(free)
-    )
+    stop_ids = lists_of(runner, row)[runner.config.list_sizes.columns["stop_ids"]]
+    assert sorted(set(stop_ids.tolist()) - {0}) == sorted(t + 1 for t in set(free))
     assert generate("c", greedy, 5, gone=["b"]) == free
     assert runner.rows["c"] == row
-    assert not host_view(runner.state.sampling.lists)[row].any()
+    assert not lists_of(runner, row).any()
 
 
+@both_runners
 def test_a_batch_runs_in_the_lowest_tier_that_covers_it(runner):
     """Also when the request that asked for most has gone."""
     greedy, drawn = SamplingParams(temperature=0.0), SamplingParams(seed=1)

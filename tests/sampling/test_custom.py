@@ -45,7 +45,7 @@ def run(logits, params, tokens, custom, *, prompt_len=1, tier="constrained", sam
     history = history_of(tokens, prompt_len)
     position = jnp.array([len(ids) for ids in tokens], jnp.int32)
     state = sampling_state([SamplingParams(**p) for p in params], thinking=thinking)
-    context = SamplingContext(history, position, jnp.full(len(tokens), samples), state.seed)
+    context = SamplingContext(history, history.rows, position, jnp.full(len(tokens), samples), state.seed)
     rows = [request_rows(SamplingParams(**p), custom.declared, len(t)) for p, t in zip(params, tokens, strict=True)]
     extras = {name: jnp.stack([jnp.asarray(row[name]) for row in rows]) for name in rows[0]}
     values = current(extras, custom.declared, jnp.arange(len(tokens)), position)

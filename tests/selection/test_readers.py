@@ -36,7 +36,8 @@ def test_something_reads_every_field_and_every_option():
 
 def test_readers_are_those_of_the_source():
     readers = config_readers()
-    assert readers["bucket_policy"] == ("runner/device_runner.py: DeviceRunner.__init__",)
+    runners = ("host_runner/runner.py: HostRunner.__init__", "runner/device_runner.py: DeviceRunner.__init__")
+    assert readers["bucket_policy"] == runners
     assert "runner/config.py: empty_state" in readers["kernel_block_size"]  # through a property
     assert not any("RunnerConfig." in place for places in readers.values() for place in places)
     assert "engine/sizes.py: runner_config" in option_readers()["kv_bytes"]
@@ -49,7 +50,8 @@ def test_a_field_that_is_only_checked_is_read_by_nothing(package):
 
 
 def test_a_reader_that_goes_is_gone(package):
-    change(package, "runner/device_runner.py", "policy=config.bucket_policy", 'policy="compile"')
+    for file in ("runner/device_runner.py", "host_runner/runner.py"):
+        change(package, file, "policy=config.bucket_policy", 'policy="compile"')
     change(package, "engine/sizes.py", "(kv_bytes or DEFAULT_KV_BYTES)", "DEFAULT_KV_BYTES")
     change(package, "engine/sizes.py", "kv_bytes is None", "True")
     change(package, "engine/sizes.py", "kv_bytes is not None", "False")

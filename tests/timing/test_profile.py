@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from jaxrunner.compile.programs import Program
-from jaxrunner.timing.ranges import DEVICE_SCOPES
-from tests.runner.plans import new, plan, run
+from jaxrunner.timing.ranges import DEVICE_SCOPES, RANGES
+from tests.runner.plans import both_runners, new, plan, run
 
 
 def test_a_profile_shows_the_hosts_ranges(runner, tmp_path):
@@ -23,9 +23,10 @@ def test_a_profile_shows_the_hosts_ranges(runner, tmp_path):
     (file,) = tmp_path.rglob("*.xplane.pb")
     profile = jax.profiler.ProfileData.from_file(str(file))
     names = {event.name for plane in profile.planes for line in plane.lines for event in line.events}
-    assert {"preprocess", "lookup", "admit", "forward", "sample", "wait", "postprocess"} <= names
+    assert set(RANGES) <= names
 
 
+@both_runners
 @pytest.mark.parametrize("kind", ["step", "begin", "finish"])
 def test_operations_carry_the_scope_of_their_stage(runner, kind):
     programs = runner.table.programs
