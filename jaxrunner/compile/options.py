@@ -8,9 +8,6 @@ import jax
 
 from jaxrunner.compile.buckets import Bucket
 
-TIMED = {"xla_gpu_autotune_level": 1}
-"""Candidates for a matrix product are timed, their results not compared: fetching those waits for the measurements of
-whatever else is compiled at the same time, and these for it, until they give up."""
 LIBRARY_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 """Every matrix product by the library. XLA's own are generated, many of each to choose from: that takes five times the
 processor time, which a start pays for every executable."""
@@ -26,9 +23,9 @@ def compiler_options(bucket: Bucket) -> dict[str, Any]:
     and copies neither weights nor KV cache, without them as well.
     """
     generates = bucket.kind == "decode" and bucket.num_tokens <= GENERATED_PAYS
-    return (TIMED if generates else TIMED | LIBRARY_PRODUCTS).copy() if jax.default_backend() == "gpu" else {}
+    return {} if generates else other_options()
 
 
 def other_options() -> dict[str, Any]:
     """Options of an executable that is no step."""
-    return TIMED | LIBRARY_PRODUCTS if jax.default_backend() == "gpu" else {}
+    return dict(LIBRARY_PRODUCTS) if jax.default_backend() == "gpu" else {}
