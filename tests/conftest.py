@@ -38,6 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Programs that run a few times each are compiled cheaply; those of the long-lived engine and of a GPU in full."""
+    import jax
+
+    cheap = jax.default_backend() == "cpu" and "smollm2_llm" not in getattr(item, "fixturenames", ())
+    jax.config.update("jax_disable_most_optimizations", cheap)
+
+
 @functools.cache
 def load_tiny(name: str):
     """(model, weights) of a tiny golden checkpoint, float32."""
@@ -58,8 +66,21 @@ def golden_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_llm():
-    """An engine over the embedded default model; compiles a bucket when a test first needs it."""
-    from jaxrunner import LLM
+def executables_dir(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("executables")
 
-    return LLM(max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=256, kv_bytes=640 * 2**20)
+
+@pytest.fixture
+def kept_executables(executables_dir, monkeypatch) -> None:
+    """Commands that make an engine each find the executables of the one before, as those of a user do."""
+    monkeypatch.setenv("JAXRUNNER_COMPILATION_CACHE", str(executables_dir))
+
+
+@pytest.fixture(scope="session")
+def smollm2_llm():
+    """An engine over the embedded default model; compiles a bucket when a test first needs it. Few rungs: thirty
+    unrolled layers compile for seconds, and the default ladder is walked with tiny models."""
+    from jaxrunner import LLM, Ladder
+
+    ladder = Ladder(decode=(1, 16), mixed=(64, 256), finish=(1, 16))
+    return LLM(max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=256, kv_bytes=640 * 2**20, ladder=ladder)

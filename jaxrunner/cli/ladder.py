@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
+import functools
+import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -47,6 +51,72 @@ Captured = Annotated[str, typer.Option(help="CUDA-graph capture sizes of your ow
 SAMPLE, GENERATED = "sample", ("poisson", "bursty", "diurnal")
 
 
+@dataclasses.dataclass(frozen=True)
+class StudyOptions:
+    """What `compare` and `report` take alike: a load, the limits of an engine, prices, and ladders."""
+
+    trace: Source = SAMPLE
+    rate: Rate = 15.0
+    requests: Requests = 2000
+    seed: Seed = 0
+    max_num_seqs: MaxNumSeqs = 256
+    max_num_batched_tokens: Budget = 8192
+    costs: CostsOf = "h200-llama3-8b"
+    graph_costs: CostsOf = "h200-vllm"
+    mode: ModeName = "FULL_AND_PIECEWISE"
+    release: Release = "0.33"
+    ladder: Own = None
+    capture_sizes: Captured = ""
+
+    def study(self) -> Study:
+        """Raises AdmissionError where an option names something unknown."""
+        from jaxrunner.compile.ladder import Ladder
+        from jaxrunner.ladder.dispatch import RELEASES, Mode
+        from jaxrunner.ladder.placement import Buckets
+        from jaxrunner.ladder.rules import vllm_user_sizes
+        from jaxrunner.ladder.study import study
+
+        if self.mode not in Mode.__members__:
+            raise AdmissionError(f"unknown mode {self.mode!r}; use one of {', '.join(Mode.__members__)}")
+        release = next((r for r in RELEASES if r == self.release), None)
+        if release is None:
+            raise AdmissionError(f"unknown release {self.release!r}; use one of {', '.join(RELEASES)}")
+        try:
+            captured = [int(n) for n in self.capture_sizes.split(",")] if self.capture_sizes else []
+        except ValueError:
+            raise AdmissionError(f"--capture-sizes {self.capture_sizes!r} are no numbers with commas between") from None
+        prices = _costs(self.costs)
+        return study(
+            _source(self.trace, self.rate, self.requests, self.seed),
+            limits=_limits(self.max_num_seqs, self.max_num_batched_tokens),
+            costs=prices,
+            graph_costs=_costs(self.graph_costs) if prices.unit == "s" else prices,
+            mode=Mode[self.mode],
+            release=release,
+            capture_sizes=vllm_user_sizes(captured, max_num_batched_tokens=self.max_num_batched_tokens) or None,
+            ladders=[Buckets(self.ladder.stem, Ladder.load(self.ladder))] if self.ladder else [],
+        )
+
+
+def with_study_options(run: Callable[..., None]) -> Callable[..., None]:
+    """`run(options, ...)` as a command that has each field of StudyOptions as an option beside its own: typer reads
+    options from a signature only."""
+    fields, keyword = dataclasses.fields(StudyOptions), inspect.Parameter.KEYWORD_ONLY
+    hints = get_type_hints(StudyOptions, include_extras=True)
+    own = list(inspect.signature(run, eval_str=True).parameters.values())[1:]
+    shared = [inspect.Parameter(f.name, keyword, default=f.default, annotation=hints[f.name]) for f in fields]
+
+    @functools.wraps(run)
+    def call(**values: Any) -> None:
+        chosen = {f.name: values.pop(f.name) for f in fields}
+        run(StudyOptions(**chosen), **values)
+
+    parameters = [*shared, *(p.replace(kind=keyword) for p in own)]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {p.name: p.annotation for p in parameters}
+    return call
+
+
 @app.command()
 def sizes(
     rule: Annotated[str, typer.Option(help="vllm, vllm-v1, powers-of-two, 1.5-steps, linear or jaxrunner.")] = "vllm",
@@ -83,33 +153,11 @@ def sizes(
 
 
 @app.command()
-def compare(
-    trace: Source = SAMPLE,
-    rate: Rate = 15.0,
-    requests: Requests = 2000,
-    seed: Seed = 0,
-    max_num_seqs: MaxNumSeqs = 256,
-    max_num_batched_tokens: Budget = 8192,
-    costs: CostsOf = "h200-llama3-8b",
-    graph_costs: CostsOf = "h200-vllm",
-    mode: ModeName = "FULL_AND_PIECEWISE",
-    release: Release = "0.33",
-    ladder: Own = None,
-    capture_sizes: Captured = "",
-    as_json: AsJson = False,
-) -> None:
+@with_study_options
+def compare(options: StudyOptions, as_json: AsJson = False) -> None:
     """Compare every rule, vLLM's CUDA graphs and fitted ladders on the second half of a load."""
     with command():
-        made = _study(
-            _source(trace, rate, requests, seed),
-            _limits(max_num_seqs, max_num_batched_tokens),
-            costs,
-            graph_costs,
-            mode,
-            release,
-            ladder,
-            capture_sizes,
-        )
+        made = options.study()
         if as_json:
             print(json.dumps({"ladders": made.comparison.rows(), "pairs": made.pair_rows()}))
             return
@@ -153,20 +201,10 @@ def optimal(
 
 
 @app.command()
+@with_study_options
 def report(
+    options: StudyOptions,
     output: Annotated[Path, typer.Option(dir_okay=False, help="HTML file to write.")],
-    trace: Source = SAMPLE,
-    rate: Rate = 15.0,
-    requests: Requests = 2000,
-    seed: Seed = 0,
-    max_num_seqs: MaxNumSeqs = 256,
-    max_num_batched_tokens: Budget = 8192,
-    costs: CostsOf = "h200-llama3-8b",
-    graph_costs: CostsOf = "h200-vllm",
-    mode: ModeName = "FULL_AND_PIECEWISE",
-    release: Release = "0.33",
-    ladder: Own = None,
-    capture_sizes: Captured = "",
     hours: Annotated[float, typer.Option(min=0.01, help="How long an engine serves this load.")] = 1.0,
 ) -> None:
     """Write one self-contained HTML page: the comparison, the fitted ladders, pictures, and the measurements behind."""
@@ -175,56 +213,9 @@ def report(
     with command() as console:
         from jaxrunner.ladder.html import write_page
 
-        made = _study(
-            _source(trace, rate, requests, seed),
-            _limits(max_num_seqs, max_num_batched_tokens),
-            costs,
-            graph_costs,
-            mode,
-            release,
-            ladder,
-            capture_sizes,
-        )
+        made = options.study()
         write_page(made, output, horizon_s=hours * 3600)
         console.print(f"{output}: {output.stat().st_size / 1e6:.1f} MB", style="dim", markup=False)
-
-
-def _study(
-    source: Trace | Steps,
-    limits: Limits,
-    costs: str,
-    graph_costs: str,
-    mode: str,
-    release: str,
-    ladder: Path | None,
-    capture_sizes: str,
-) -> Study:
-    from jaxrunner.compile.ladder import Ladder
-    from jaxrunner.ladder.dispatch import RELEASES, Mode
-    from jaxrunner.ladder.placement import Buckets
-    from jaxrunner.ladder.rules import vllm_user_sizes
-    from jaxrunner.ladder.study import study
-
-    if mode not in Mode.__members__:
-        raise AdmissionError(f"unknown mode {mode!r}; use one of {', '.join(Mode.__members__)}")
-    known = next((r for r in RELEASES if r == release), None)
-    if known is None:
-        raise AdmissionError(f"unknown release {release!r}; use one of {', '.join(RELEASES)}")
-    try:
-        captured = [int(n) for n in capture_sizes.split(",")] if capture_sizes else []
-    except ValueError:
-        raise AdmissionError(f"--capture-sizes {capture_sizes!r} are no numbers with commas between") from None
-    prices = _costs(costs)
-    return study(
-        source,
-        limits=limits,
-        costs=prices,
-        graph_costs=_costs(graph_costs) if prices.unit == "s" else prices,
-        mode=Mode[mode],
-        release=known,
-        capture_sizes=vllm_user_sizes(captured, max_num_batched_tokens=limits.max_num_batched_tokens) or None,
-        ladders=[Buckets(ladder.stem, Ladder.load(ladder))] if ladder else [],
-    )
 
 
 def _limits(max_num_seqs: int, max_num_batched_tokens: int) -> Limits:

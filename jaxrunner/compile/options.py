@@ -9,8 +9,8 @@ from jaxrunner.compile.buckets import Bucket
 LIBRARY_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 """Every matrix product by the library. XLA's own are generated, and timed against each other while it compiles: that
 takes five times the processor time, which a start pays for every executable."""
-GENERATED_PAYS = ((1, 16), (129, 256))
-"""(fewest, most) rows of decodes that ran faster with XLA's own products, on an H200 for the Llama-3-8B shape; see
+GENERATED_PAYS = 16
+"""Decodes of up to so many rows ran faster with XLA's own products, on an H200 for the Llama-3-8B shape; see
 docs/performance.md."""
 
 
@@ -22,7 +22,7 @@ def compiler_options(bucket: Bucket) -> dict[str, bool]:
     """
     if jax.default_backend() != "gpu":
         return {}
-    if bucket.kind == "decode" and any(least <= bucket.num_tokens <= most for least, most in GENERATED_PAYS):
+    if bucket.kind == "decode" and bucket.num_tokens <= GENERATED_PAYS:
         return {}
     return dict(LIBRARY_PRODUCTS)
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import jax
+
 from jaxrunner.compile.compiler import Compiler, LoweredProgram
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.lowering_process import LoweringProcess, LoweringProcessError, default_processes
@@ -24,11 +26,20 @@ from jaxrunner.compile.progress import Report
 logger = logging.getLogger("jaxrunner")
 
 
+def default_threads() -> int:
+    """How many executables are compiled at once: one a core, on a GPU half as many. There XLA has parts of each
+    compiled by a pool with a thread a core, on which it waits in a thread of that pool: with as many executables as
+    threads all wait and none compiles.
+    """
+    cores = os.cpu_count() or 1
+    return max(1, cores // 2) if jax.default_backend() == "gpu" else cores
+
+
 class WarmUp:
     """programs: in the order in which they are wanted. head: those without which no request can be served; nothing else
     is begun before they are there, unless somebody waits for it: with all cores at work each would take several times
     as long. entries: where each executable is put as soon as it is there.
-    threads: that compile, one a core by default. processes: that lower beside this one, see `default_processes`.
+    threads: that compile, see `default_threads`. processes: that lower beside this one, see `default_processes`.
 
     `run` does it all and raises the first error. `start` does it in a thread of its own; `wait_for` then moves a
     program to the front. The first error ends a warm-up: it is in `error`, and whoever waits gets it.
@@ -48,7 +59,7 @@ class WarmUp:
         self._processes = processes
         self._compiler = compiler
         self._entries = entries
-        self._threads = threads or os.cpu_count() or 1
+        self._threads = threads or default_threads()
         self._report = report
         self._futures: dict[Program, Future[Entry]] = {program: Future() for program in programs}
         self._head = [program for program in head if program in self._futures]

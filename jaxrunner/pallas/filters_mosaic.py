@@ -4,7 +4,7 @@ What the filters leave is a prefix of the row in the order of `sampling.threshol
 magnitude (scores are not positive) at which a count or a mass is reached. A CTA has a row. Each pass weighs what lies
 before N_BOUNDS bounds at once and finds the least and the greatest magnitude of the range that was left, so that a few
 passes end at one value; if many ids have it, one more pass counts them. The row does not fit on chip, but few of its
-chunks matter: the least magnitude of each is known, and a pass reads only chunks that reach into the range. With top_k
+chunks matter: the least magnitude of each is known, and only those are read that reach into the range. With top_k
 of 50 these are 50 of 250 from the beginning: the k-th id cannot come after the k-th least of the chunks' magnitudes.
 
 A CTA is one warpgroup: those of a CTA would share the scratch memory through which JAX sums up a vector.
@@ -41,23 +41,24 @@ def against(vocab_size: int) -> str | None:
 
 
 def filter_ends_mosaic(
-    scaled: jax.Array, furthest: jax.Array, count: jax.Array, mass: jax.Array
+    scaled: jax.Array, best: jax.Array, furthest: jax.Array, count: jax.Array, mass: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(magnitude, end), i32[B]: a row's ids are left whose magnitude, the bits of |scaled|, is below `magnitude`, and
     of those that have just this the ones before `end`.
 
-    scaled: f32[B, V], not positive. furthest: i32[B], the greatest magnitude that min_p leaves. count: i32[B], how many
-    ids top_k leaves, V where it is off. mass: f32[B], the part of the mass that top_p leaves, 1 where it is off.
+    scaled: f32[B, V], not positive. best: of its chunks, see `best_of_chunks`. furthest: i32[B], the greatest magnitude
+    that min_p leaves. count: i32[B], how many ids top_k leaves, V where it is off. mass: f32[B], the part of the mass
+    that top_p leaves, 1 where it is off.
     Raises ImplementationError where Mosaic GPU kernels cannot run.
     """
     rows, vocab_size = scaled.shape
     num_chunks = -(-vocab_size // CHUNK)
     wide = compat.strided(CHUNK)
-    nearest = _chunk_magnitudes(scaled)
+    nearest = _magnitudes(best)
     num_places = nearest.shape[1]
 
     def sampling_filter(scaled_ref, nearest_ref, furthest_ref, count_ref, mass_ref, magnitude_ref, end_ref, *scratch):
-        listed, bounds_of = scratch
+        listed, magnitude_of, bounds_of = scratch
         row = lax.axis_index("cta")
 
         def vector(value):
@@ -80,7 +81,7 @@ def filter_ends_mosaic(
 
             def note(i, length):
                 chunks = [i * NOTED_AT_ONCE + n for n in range(NOTED_AT_ONCE)]
-                magnitudes = [nearest_ref[row, chunk] for chunk in chunks]
+                magnitudes = [magnitude_of[chunk] for chunk in chunks]
                 for chunk, magnitude in zip(chunks, magnitudes, strict=True):
                     listed[length] = chunk
                     length = length + (magnitude < stop).astype(jnp.int32)
@@ -92,9 +93,8 @@ def filter_ends_mosaic(
             compat.commit()
             return length
 
-        def over_chunks(stop, visit, carry):
-            """visit(chunk, magnitudes, carry) over all chunks that hold a magnitude below `stop`, in their order."""
-            length = list_chunks(stop)
+        def over_chunks(length, visit, carry):
+            """visit(chunk, magnitudes, carry) over all chunks of the list, in their order."""
 
             def one(i, carry):
                 (bits, *under_way), carry = carry
@@ -104,7 +104,7 @@ def filter_ends_mosaic(
             under_way = [load(listed[i])[1] for i in range(AT_ONCE)]
             return lax.fori_loop(0, length, one, (under_way, carry))[1]
 
-        def survey(weigh, bounds, low, high):
+        def survey(length, weigh, bounds, low, high):
             """(weight below each bound and below high, least and greatest magnitude in low..high - 1)."""
             bounds = [*bounds, high]
 
@@ -118,7 +118,7 @@ def filter_ends_mosaic(
                 first = jnp.minimum(first, jnp.where(bits >= vector(low), bits, vector(MAX)))
                 return sums, first, jnp.maximum(last, jnp.where(bits < vector(high), bits, zero))
 
-            sums, first, last = over_chunks(high, visit, ((zero,) * len(bounds), vector(MAX), zero))
+            sums, first, last = over_chunks(length, visit, ((zero,) * len(bounds), vector(MAX), zero))
             return [jnp.sum(total) for total in sums], jnp.min(first), jnp.max(last)
 
         def bounds_in(low, high, number):
@@ -149,20 +149,24 @@ def filter_ends_mosaic(
                 below_high = jnp.where(is_before, below_high, jnp.minimum(below_high, weight))
             return low, high, below_low, below_high
 
+        places = compat.strided(num_places)
+
+        def nearest_chunks():
+            return compat.load(nearest_ref.at[row, compat.ds(0, num_places)], layout=places, optimized=False)
+
         def kth_chunk(limit):
-            """The limit-th least of the chunks' magnitudes."""
-            layout = compat.strided(num_places)
-            values = compat.load(nearest_ref.at[row, compat.ds(0, num_places)], layout=layout, optimized=False)
+            """At least the limit-th least of the chunks' magnitudes, and less than 2^16 units above it."""
+            values = nearest_chunks()
 
             def spread(value):
-                return compat.repeated(jnp.asarray(value, jnp.int32), (num_places,), layout)
+                return compat.repeated(jnp.asarray(value, jnp.int32), (num_places,), places)
 
             def bit(i, found):
                 candidate = found | (jnp.int32(1) << (30 - i))
                 number = jnp.sum(jnp.where(values < spread(candidate), spread(1), spread(0)))
                 return jnp.where(number < limit, candidate, found)
 
-            return lax.fori_loop(0, 31, bit, jnp.int32(0))
+            return lax.fori_loop(0, 15, bit, jnp.int32(0)) | 0xFFFF
 
         def ratio_of(bits):
             return jnp.exp(-lax.bitcast_convert_type(bits, jnp.float32))
@@ -177,7 +181,7 @@ def filter_ends_mosaic(
         def one_of(weigh, magnitude):
             return jnp.max(weigh(vector(magnitude)))
 
-        def prefix_mass(reach, ties):
+        def prefix_mass(length, reach, ties):
             """(scale of masses, how many ids at `reach` count) of what is before it and the first `ties` of them."""
             strict = jnp.minimum(reach, WEIGHTLESS + 1)
             in_units = masses(UNIT_BITS)
@@ -187,7 +191,7 @@ def filter_ends_mosaic(
                 here = words_of(jnp.where(bits < vector(strict), in_units(bits), zero))
                 return high + here[0], low + here[1], equal + jnp.where(bits == vector(reach), vector(1), zero)
 
-            sums = over_chunks(jnp.minimum(strict, reach) + 1, visit, (zero, zero, zero))
+            sums = over_chunks(length, visit, (zero, zero, zero))
             high, low, equal = (jnp.sum(x) for x in sums)
             equal = jnp.where(reach < WEIGHTLESS, jnp.minimum(equal, ties), 0)
             here = words_of(one_of(in_units, reach))
@@ -199,23 +203,26 @@ def filter_ends_mosaic(
             many."""
             reach, ties, _ = prefix
             counts = stage == 0
-            exponent, equal = lax.cond(counts, lambda: (jnp.int32(0), jnp.int32(0)), lambda: prefix_mass(reach, ties))
-            is_count = vector(counts.astype(jnp.int32)) > zero
+            limit = count_ref[row]
+            top = lax.cond(
+                counts,
+                lambda: jnp.where(limit <= num_chunks, kth_chunk(limit), INFINITE) + 1,
+                lambda: jnp.minimum(reach, WEIGHTLESS + 1),
+            )
+            # One more, for those at `reach` itself.
+            length = list_chunks(jnp.where(counts, top, jnp.minimum(top, INFINITE) + 1))
+            exponent, equal = lax.cond(
+                counts, lambda: (jnp.int32(0), jnp.int32(0)), lambda: prefix_mass(length, reach, ties)
+            )
             weigh_mass = masses(exponent)
 
             def weigh(bits):
-                return jnp.where(is_count, vector(1), weigh_mass(bits))
-
-            most = jnp.minimum(count_ref[row], num_chunks)
-            near = lax.cond(
-                counts & (count_ref[row] <= num_chunks), lambda: kth_chunk(most), lambda: jnp.int32(INFINITE)
-            )
-            top = jnp.where(counts, near + 1, jnp.minimum(reach, WEIGHTLESS + 1))
+                return lax.cond(counts, lambda: vector(1), lambda: weigh_mass(bits))
 
             def one(carry):
                 number, low, high, below_low, below_high, limit = carry
                 bounds = bounds_in(low, high, number)
-                weights, first, last = survey(weigh, bounds, low, high)
+                weights, first, last = survey(length, weigh, bounds, low, high)
                 # The first pass also weighs the whole prefix, of which top_p wants a part.
                 total = weights[-1] + equal * one_of(weigh, reach)
                 part = mass_limit(mass_ref[row], total)
@@ -228,7 +235,7 @@ def filter_ends_mosaic(
                 number, low, high, _, below_high, limit = carry
                 return (number == 0) | ((high - low > 1) & (below_high >= limit) & (number < MOST_PASSES))
 
-            start = (jnp.int32(0), jnp.int32(0), top, jnp.int32(0), jnp.int32(MAX), count_ref[row])
+            start = (jnp.int32(0), jnp.int32(0), top, jnp.int32(0), jnp.int32(MAX), limit)
             _, low, _, below_low, below_high, limit = lax.while_loop(go_on, one, start)
             is_inside = below_high >= limit
             magnitude, before = jnp.where(is_inside, low, reach), jnp.where(is_inside, below_low, below_high)
@@ -249,7 +256,7 @@ def filter_ends_mosaic(
                 is_here = (before < wanted) & (after >= wanted)
                 return after, jnp.where(is_here, chunk, chosen), jnp.where(is_here, wanted - before, left)
 
-            _, chunk, left = over_chunks(magnitude + 1, visit, (jnp.int32(0),) * 3)
+            _, chunk, left = over_chunks(list_chunks(magnitude + 1), visit, (jnp.int32(0),) * 3)
             ids, bits = load(chunk)
             ties = is_tie(bits)
 
@@ -275,13 +282,15 @@ def filter_ends_mosaic(
             end = lax.cond(ties < every, lambda: nth_tie(reach, ties), lambda: jnp.int32(vocab_size))
             return reach, end
 
+        magnitude_of[...] = nearest_chunks()
+        compat.commit()
         is_on = (count_ref[row] < vocab_size) | (furthest_ref[row] < INFINITE) | (mass_ref[row] < 1.0)
         magnitude, end = lax.cond(is_on, filtered, lambda: (jnp.int32(MAX), jnp.int32(0)))
 
         magnitude_ref[row] = magnitude
         end_ref[row] = end
 
-    scratch: list[Any] = [compat.words((num_places + AT_ONCE,)), compat.words((compat.LANES,))]
+    scratch: list[Any] = [compat.words((n,)) for n in (num_places + AT_ONCE, num_places, compat.LANES)]
     magnitude, end = compat.kernel(
         sampling_filter,
         out_type=[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2,
@@ -293,9 +302,13 @@ def filter_ends_mosaic(
     return magnitude, end
 
 
-def _chunk_magnitudes(scaled: jax.Array) -> jax.Array:
-    """i32[B, N], the least magnitude of each chunk as its bits, and MAX up to a multiple of 128."""
-    rows, vocab_size = scaled.shape
-    padded = jnp.pad(scaled, ((0, 0), (0, -vocab_size % CHUNK)), constant_values=-jnp.inf)
-    least = lax.bitcast_convert_type(jnp.abs(jnp.max(padded.reshape(rows, -1, CHUNK), axis=2)), jnp.int32)
-    return jnp.pad(least, ((0, 0), (0, -least.shape[1] % compat.LANES)), constant_values=MAX)
+def best_of_chunks(scaled: jax.Array) -> jax.Array:
+    """f32[B, N], the greatest score of each chunk."""
+    padded = jnp.pad(scaled, ((0, 0), (0, -scaled.shape[1] % CHUNK)), constant_values=-jnp.inf)
+    return jnp.max(padded.reshape(len(scaled), -1, CHUNK), axis=2)
+
+
+def _magnitudes(scores: jax.Array) -> jax.Array:
+    """i32[B, N], the bits of their size, and MAX up to a multiple of 128."""
+    bits = lax.bitcast_convert_type(jnp.abs(scores), jnp.int32)
+    return jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % compat.LANES)), constant_values=MAX)

@@ -38,13 +38,15 @@ def _xla(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array,
 
 def _mosaic(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array, "B V"]:
     """See `apply_filters`. The masses of top_p are computed by the kernel's exp, which may differ in the last bit."""
-    sound, vocab_size = is_sound(scaled), scaled.shape[1]
+    # The sets have no gradient; the scores that are left do.
+    fixed, vocab_size = lax.stop_gradient(scaled), scaled.shape[1]
+    best = filters_mosaic.best_of_chunks(fixed)
+    sound = is_sound(best)
     bound = jnp.where(sound & (params.min_p > 0), -jnp.log(params.min_p), jnp.inf)
     furthest = lax.bitcast_convert_type(jnp.abs(bound), jnp.int32)
     count = limit_of(jnp.where(sound, params.top_k, 0), vocab_size)
     mass = jnp.where(sound & is_on(params.top_p), params.top_p, 1.0)
-    # The sets have no gradient; the scores that are left do.
-    magnitude, end = filters_mosaic.filter_ends_mosaic(lax.stop_gradient(scaled), furthest, count, mass)
+    magnitude, end = filters_mosaic.filter_ends_mosaic(fixed, best, furthest, count, mass)
     own = lax.bitcast_convert_type(jnp.abs(scaled), jnp.int32)
     is_tie = (own == magnitude[:, None]) & (jnp.arange(vocab_size) < end[:, None])
     return jnp.where((own < magnitude[:, None]) | is_tie | ~sound[:, None], scaled, -jnp.inf)

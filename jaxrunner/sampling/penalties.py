@@ -3,10 +3,11 @@
 No table of counts is kept for any request. The tokens of the step's rows are scattered into a scratch of one word for
 each id and row, which lives inside the executable and in no other tier. Moving bytes decides the cost: of 256 rows by
 128,256 ids the scratch is 131 MB, as large as the logits, so filling it and reading it back take about 31 us each at
-4.2 TB/s; the scatter itself is a million atomic additions for 256 histories of 4096 tokens. Sorting the histories would
-spare the scratch, but the 78 compare-and-swap rounds of 256 x 4096 keys cost more than these two passes; a table
-carried from step to step would spare the scatter, but takes R x V words for good and has to be built anew for every
-request that comes or comes back. A preempted, forked or replayed request needs nothing restored: its history is all.
+4.2 TB/s; the scatter itself is a million atomic additions for 256 histories of 4096 tokens. One scatter counts prompt
+and output, each in a half of the word, wherever a history is short enough for that. Sorting the histories would spare
+the scratch, but the 78 compare-and-swap rounds of 256 x 4096 keys cost more than these two passes; a table carried from
+step to step would spare the scatter, but takes R x V words for good and has to be built anew for every request that
+comes or comes back. A preempted, forked or replayed request needs nothing restored: its history is all.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jaxrunner.sampling.history import History
 
-IN_PROMPT = 1 << 31
-"""Bit of a scratch word: the id occurs in the prompt. The bits below count its occurrences in the output."""
+SHORT, LONG = 1 << 16, 1 << 31
+"""What an occurrence in the prompt adds to a word, or sets in one, that counts those in the output below it."""
 
 
 def apply_penalties(
@@ -39,16 +40,17 @@ def apply_penalties(
     """
     repetition = jnp.where(repetition <= 0, 1.0, repetition)
     is_on = (repetition != 1) | (frequency != 0) | (presence != 0)
-    word = occurrences(history, jnp.where(is_on, position, 0), logits.shape[1])
-    count = (word & (IN_PROMPT - 1)).astype(jnp.float32)
+    word, prompt_unit = occurrences(history, jnp.where(is_on, position, 0), logits.shape[1])
+    count = (word & (prompt_unit - 1)).astype(jnp.float32)
     factor = jnp.where(word != 0, repetition[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
     logits = logits - frequency[:, None] * count
     return logits - jnp.where(count > 0, presence[:, None], 0.0)
 
 
-def occurrences(history: History, length: Int32[Array, "B"], vocab_size: int) -> UInt32[Array, "B V"]:
-    """For each id of each row how often it is in the output, and IN_PROMPT if in the prompt, of `length` tokens."""
+def occurrences(history: History, length: Int32[Array, "B"], vocab_size: int) -> tuple[UInt32[Array, "B V"], int]:
+    """(for each id of each row how often it is in the output, plus a multiple of `unit` if in the prompt; the unit).
+    length: how many tokens of each row are meant."""
     tokens = history.of_rows()
     rows, width = tokens.shape
     index, row = jnp.arange(width), jnp.arange(rows)[:, None]
@@ -58,6 +60,9 @@ def occurrences(history: History, length: Int32[Array, "B"], vocab_size: int) ->
         return jnp.where(chosen & (tokens >= 0), tokens, vocab_size)  # out of range: dropped, where -1 would wrap
 
     words = jnp.zeros((rows, vocab_size), jnp.uint32)
+    if width < SHORT:
+        each = jnp.where(is_output, jnp.uint32(1), jnp.uint32(SHORT))
+        return words.at[row, column(is_known)].add(each, mode="drop"), SHORT
     # The bit is not added: two occurrences in the prompt would cancel.
-    words = words.at[row, column(is_known & ~is_output)].max(IN_PROMPT, mode="drop")
-    return words.at[row, column(is_known & is_output)].add(1, mode="drop")
+    words = words.at[row, column(is_known & ~is_output)].max(LONG, mode="drop")
+    return words.at[row, column(is_known & is_output)].add(1, mode="drop"), LONG

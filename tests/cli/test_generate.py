@@ -9,6 +9,7 @@ from jaxrunner.cli import app
 from tests.conftest import GOLDEN
 from tests.engine.byte_tokenizer import with_byte_tokenizer
 
+pytestmark = pytest.mark.usefixtures("kept_executables")
 TINY = str(GOLDEN / "tiny" / "llama")
 GREEDY = json.loads((GOLDEN / "tiny" / "llama" / "golden.json").read_text())["greedy"]
 

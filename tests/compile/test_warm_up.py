@@ -15,6 +15,7 @@ import pytest
 from jaxrunner import BucketTable, Ladder, init_state
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.programs import FIRST_TOKEN_PROGRAMS, Program, ProgramSet
+from jaxrunner.compile.warm_up import default_threads
 from jaxrunner.state.block_moves import MOVES_PER_CALL
 from tests.conftest import load_tiny
 
@@ -176,3 +177,11 @@ def test_an_ending_interpreter_does_not_wait_for_the_whole_ladder():
     """Only for what is in work: the thread neither keeps the process alive nor breaks its end."""
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("platform", "cores", "threads"), [("cpu", 16, 16), ("gpu", 16, 8), ("gpu", 1, 1)])
+def test_a_gpu_compiles_half_as_many_executables_at_once_as_there_are_cores(monkeypatch, platform, cores, threads):
+    """Each waits for a pool with a thread a core, from within that pool."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert default_threads() == threads

@@ -12,6 +12,10 @@ from tests.mutations.mutation import Mutation
 from tests.mutations.mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
+FAST = [m for m in MUTATIONS if m.fast]
+REFUSED = ("tests/state/test_codec.py::test_a_scalar_past_32_bits_is_refused",)
+NOTHING = Mutation("nothing", "state/codec.py", "vector.flags.writeable = False", "vector.setflags(write=0)", REFUSED)
+GONE = Mutation("gone", "state/codec.py", "no such text", "", REFUSED)
 every_mutation = pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 
 
@@ -34,21 +38,20 @@ def test_names_are_unique():
     assert len({m.name for m in MUTATIONS}) == len(MUTATIONS)
 
 
-def test_fast_mutations_are_killed():
-    outcomes = run.run(m for m in MUTATIONS if m.fast)
-    assert len(outcomes) == 8
-    assert [str(o) for o in outcomes if not o.killed] == []
+@pytest.fixture(scope="module")
+def outcomes():
+    """name -> outcome, of one run: each process that runs tests imports JAX anew."""
+    return {outcome.mutation.name: outcome for outcome in run.run([*FAST, NOTHING, GONE])}
 
 
-def test_a_change_that_means_nothing_survives():
+def test_fast_mutations_are_killed(outcomes):
+    assert len(FAST) == 8
+    assert [str(outcomes[m.name]) for m in FAST if not outcomes[m.name].killed] == []
+
+
+def test_a_change_that_means_nothing_survives(outcomes):
     """The runner reports a test that passes, and a text that is not there, instead of calling either a success."""
-    test = "tests/state/test_codec.py::test_a_scalar_past_32_bits_is_refused"
-    old, new = "vector.flags.writeable = False", "vector.setflags(write=0)"
-    nothing = Mutation("nothing", "state/codec.py", old, new, (test,))
-    (outcome,) = run.run([nothing])
-    assert outcome.survived == (test,)
-    assert not outcome.killed
-    gone = Mutation("gone", "state/codec.py", "no such text", "", (test,))
-    (outcome,) = run.run([gone])
-    assert "occurs 0 times" in outcome.error
-    assert not outcome.killed
+    assert outcomes["nothing"].survived == NOTHING.tests
+    assert not outcomes["nothing"].killed
+    assert "occurs 0 times" in outcomes["gone"].error
+    assert not outcomes["gone"].killed

@@ -390,6 +390,7 @@ def test_k129_tokens_are_the_same_with_64_bit_numbers_on():
     exec(source, namespace)
     expected = namespace["tokens"]()
     environment = {**os.environ, "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": jax.default_backend()}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(jax.config.read("jax_disable_most_optimizations"))
     command = [sys.executable, "-W", "error", "-c", source + "print(tokens())"]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
