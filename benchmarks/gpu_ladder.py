@@ -98,7 +98,7 @@ class Bench(Engine):
     def __init__(self, shape: Shape, weights: Any, variant: str):
         super().__init__(shape.model, weights, shape.config(), shape.ladder(variant), prefilled=True)
         self.shape = shape
-        self.runner.table.compiler_options = VARIANTS[variant]
+        self.runner.table.compiler.options = VARIANTS[variant]
         started = time.perf_counter()
         self.runner.warm_up()
         self.warm_up_s = time.perf_counter() - started

@@ -3,8 +3,7 @@
     python benchmarks/host_step.py [--requests 8 64 256] [--runner device host] [--output FILE]
 
 Measured is everything the host does for a steady decode: planning, checks, the packed upload, and taking the result.
-Also by stage: microseconds of each method of the runner that takes part, and of a host runner their sum over those that
-prepare inputs (ordering the rows, refreshing metadata, writing the upload).
+Also by stage, in microseconds: the runner's ranges, see `jaxrunner.timing.ranges`.
 Also counted: Python function calls per step, which must not grow with the number of requests.
 """
 
@@ -23,22 +22,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import conditions, write  # noqa: E402
-from jaxrunner import DeviceRunner, HostRunner, Ladder, RunnerConfig, SamplingParams  # noqa: E402
+from jaxrunner import DeviceRunner, HostRunner, Ladder, RunnerConfig, SamplingParams, StepTimer  # noqa: E402
 from jaxrunner.compile.entry import Entry  # noqa: E402
 from jaxrunner.engine.request import Request  # noqa: E402
 from jaxrunner.engine.scheduler import Scheduler  # noqa: E402
 from jaxrunner.models.model import LayerSpec, Model  # noqa: E402
 from jaxrunner.models.weights import random_weights  # noqa: E402
 from jaxrunner.stages.sample import StepOutput  # noqa: E402
+from jaxrunner.timing.times import HOST  # noqa: E402
 
 MODEL = Model("LlamaForCausalLM", 512, 32, 64, 2, 1, 16, (LayerSpec(),), max_position_embeddings=4096)
 WARM_UP, STEPS = 20, 300
 RUNNERS: dict[str, type] = {"device": DeviceRunner, "host": HostRunner}
-STAGES = {
-    "device": ("_check", "update_states", "build_inputs", "_pack"),
-    "host": ("_check", "update_states", "_order", "_refresh", "prepare_inputs", "_take_off", "_land"),
-}
-PREPARATION = ("_order", "_refresh", "prepare_inputs")
 
 
 class _Answer(np.ndarray):
@@ -123,36 +118,13 @@ def measure(num_requests: int, runner: str) -> list[dict]:
         },
         {"name": f"{name}/python_calls", "value": calls, "unit": "calls"},
     ]
-    stages = stage_times(engine, STAGES[runner])
-    if runner == "host":
-        stages["input_preparation"] = sum(stages[stage] for stage in PREPARATION)
-    for stage, spent in stages.items():
-        value, p90 = np.percentile(spent, [50, 90]).round(1).tolist()
-        rows.append({"name": f"{name}/{stage.strip('_')}", "value": value, "unit": "us", "p90": p90})
+    with StepTimer(engine.runner) as timer:
+        for _ in range(STEPS):
+            engine.step()
+    for stage in (*HOST, "lookup"):
+        value, p90 = np.percentile(timer.times.us(stage), [50, 90]).round(1).tolist()
+        rows.append({"name": f"{name}/{stage}", "value": value, "unit": "us", "p90": p90})
     return rows
-
-
-def stage_times(engine: StubEngine, stages: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Microseconds that each step spends in these methods of the runner."""
-    spent: dict[str, list[float]] = {stage: [] for stage in stages}
-
-    def timed(stage: str, method):
-        def call(*args, **options):
-            began = time.perf_counter()
-            try:
-                return method(*args, **options)
-            finally:
-                spent[stage][-1] += (time.perf_counter() - began) * 1e6
-
-        return call
-
-    for stage in stages:
-        setattr(engine.runner, stage, timed(stage, getattr(engine.runner, stage)))
-    for _ in range(STEPS):
-        for times in spent.values():
-            times.append(0)
-        engine.step()
-    return {stage: np.array(times) for stage, times in spent.items()}
 
 
 def main() -> None:

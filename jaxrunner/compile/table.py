@@ -46,7 +46,6 @@ class BucketTable(Generic[P]):
             raise ValueError(f"unknown bucket policy {policy!r}; use one of {POLICIES}")
         self.programs = programs
         self.policy = policy
-        self.compiler_options = compiler_options
         self.compiler = Compiler(programs, options=compiler_options, cache=cache)
         self.entries: dict[Program, Entry] = {}
         self.compiled_on_demand = 0
@@ -93,6 +92,11 @@ class BucketTable(Generic[P]):
             with reporting(progress, len(todo)) as bar:
                 options = {"threads": threads, "processes": processes, "report": bar}
                 WarmUp(self.compiler, todo, self.entries, **options).run()
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """XLA options over the measured ones, of whatever is made from now on."""
+        return self.compiler.options
 
     @property
     def warming_up(self) -> bool:

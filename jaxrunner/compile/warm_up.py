@@ -27,10 +27,8 @@ logger = logging.getLogger("jaxrunner")
 
 
 def default_threads() -> int:
-    """How many executables are compiled at once: one a core, on a GPU half as many. There XLA has parts of each
-    compiled by a pool with a thread a core, on which it waits in a thread of that pool: with as many executables as
-    threads all wait and none compiles.
-    """
+    """How many executables are compiled at once: one a core, on a GPU half as many, since XLA compiles parts of each
+    at once and lowering wants cores as well."""
     cores = os.cpu_count() or 1
     return max(1, cores // 2) if jax.default_backend() == "gpu" else cores
 

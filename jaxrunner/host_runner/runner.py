@@ -165,10 +165,11 @@ class HostRunner:
                 return ModelRunnerOutput.with_kv_conn_output_only(None)
             # The step before may still run, the one before that may not: there are two columns for steps in flight.
             self._land(most_left=1)
-            metadata = self._refresh(self._order(scheduler_output))
-            self._arrange()
-            prompt = self._prompt_tokens(metadata.num_reqs)
-            buffer, entry = self._prepare(metadata, keeps_tokens=prompt is not None and len(prompt.tokens) > 0)
+            with self.annotate("inputs"):
+                metadata = self._refresh(self._order(scheduler_output))
+                self._arrange()
+                prompt = self._prompt_tokens(metadata.num_reqs)
+                buffer, entry = self._prepare(metadata, keeps_tokens=prompt is not None and len(prompt.tokens) > 0)
         self._planned = self._launch(entry, buffer, metadata, prompt)
         if self.config.check_invariants:
             self.audit()
@@ -183,19 +184,8 @@ class HostRunner:
         """
         if self._planned is None:
             raise RuntimeError("sample_tokens without a step; call execute_model first")
-        planned, is_structured = self._planned, self._planned.metadata.is_structured
-        has_grammar = bool(is_structured.any())
-        if has_grammar or grammar_output is not None:
-            check_grammar_output(grammar_output, planned.req_ids, is_structured, planned.samples)
-        self._planned = None
-        output = planned.output
-        if output is None:
-            output = self._sample(planned, grammar_output if has_grammar else None)
-        asked = planned.metadata.asked
-        if planned.prompt is not None:
-            asked = self._score_prompts(planned, planned.prompt)
-        result = AsyncOutput(planned.req_ids, output, asked, annotate=self.annotate)
-        self._flights.append(Flight(self._column, output))
+        with self.annotate("bookkeeping"):
+            result = self._complete(self._planned, grammar_output)
         if self.config.async_scheduling:
             return result
         with self.annotate("postprocess"):
@@ -259,10 +249,27 @@ class HostRunner:
         with self.annotate("forward", program=entry.program):
             self.carry, result = self.table.call(entry, self.weights, self.carry, buffer.vector)
         buffer.reader = result
-        samples = self._take_off(metadata.num_reqs)
-        req_ids = self.batch.rows.req_ids[: metadata.num_reqs].tolist()
-        half, output = (None, result) if entry.program.kind == "step" else (result, None)
+        with self.annotate("bookkeeping"):
+            samples = self._take_off(metadata.num_reqs)
+            req_ids = self.batch.rows.req_ids[: metadata.num_reqs].tolist()
+            half, output = (None, result) if entry.program.kind == "step" else (result, None)
         return PlannedStep(req_ids, metadata, output, half, prompt, samples)
+
+    def _complete(self, planned: PlannedStep, grammar_output: GrammarOutput | None) -> AsyncOutput:
+        """Launch what is left of the step."""
+        is_structured = planned.metadata.is_structured
+        has_grammar = bool(is_structured.any())
+        if has_grammar or grammar_output is not None:
+            check_grammar_output(grammar_output, planned.req_ids, is_structured, planned.samples)
+        self._planned = None
+        output = planned.output
+        if output is None:
+            output = self._sample(planned, grammar_output if has_grammar else None)
+        asked = planned.metadata.asked
+        if planned.prompt is not None:
+            asked = self._score_prompts(planned, planned.prompt)
+        self._flights.append(Flight(self._column, output))
+        return AsyncOutput(planned.req_ids, output, asked, annotate=self.annotate)
 
     def _look_up(self, program: Program, *, real_tokens: int = 0) -> Entry:
         with self.annotate("lookup"):

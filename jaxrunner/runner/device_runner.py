@@ -126,8 +126,9 @@ class DeviceRunner:
             if not scheduler_output.total_num_scheduled_tokens:
                 self._apply_admissions([AdmitEntry(row=0, block_writes=writes)] if len(writes) else [])
                 return ModelRunnerOutput.with_kv_conn_output_only(None)
-            req_ids, inputs = self.build_inputs(scheduler_output, writes)
-            entry, upload = self._pack(inputs)
+            with self.annotate("inputs"):
+                req_ids, inputs = self.build_inputs(scheduler_output, writes)
+                entry, upload = self._pack(inputs)
         self._parked = self._launch(entry, upload, req_ids, inputs)
         if self.config.check_invariants:
             audit(self.state)
@@ -142,24 +143,8 @@ class DeviceRunner:
         """
         if self._parked is None:
             raise RuntimeError("sample_tokens without a step; call execute_model first")
-        parked, has_grammar = self._parked, bool(self._parked.is_structured.any())
-        if has_grammar or grammar_output is not None:
-            check_grammar_output(grammar_output, parked.req_ids, parked.is_structured, parked.samples)
-        self._parked = None
-        output = parked.output
-        if output is None:
-            entry = self._look_up(self.table.programs.finish(len(parked.req_ids), parked.tier))
-            assert parked.pending is not None
-            masks = grammar_output if has_grammar else None
-            bitmask = self.masks.of(masks, parked.req_ids, entry.program.size)
-            with self.annotate("sample"):
-                pending = parked.pending.last_tokens
-                self.state, output = self.table.call(entry, self.weights, self.state, pending, bitmask)
-            has_custom = self.table.programs.custom != NO_CUSTOM
-            if not (has_grammar or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[parked.tier]):
-                output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
-        asked = parked.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
-        result = AsyncOutput(parked.req_ids, output, asked, annotate=self.annotate)
+        with self.annotate("bookkeeping"):
+            result = self._complete(self._parked, grammar_output)
         return result if self.config.async_scheduling else result.get_output()
 
     def warm_up(self, **options: Any) -> None:
@@ -227,13 +212,35 @@ class DeviceRunner:
     def _launch(self, entry: Entry, upload: np.ndarray, req_ids: list[str], inputs: StepInput) -> Parked:
         with self.annotate("forward", program=entry.program):
             self.state, result = self.table.call(entry, self.weights, self.state, upload)
-        fused = entry.program.kind == "step"
-        rows = inputs.idx_mapping
-        prompt = self._prompt_tokens(rows, inputs.num_scheduled_tokens)
-        samples = self._host.advance(rows, inputs.num_scheduled_tokens)
-        asked = Asked(self._host.num_logprobs[rows], self._host.num_listed[rows], self._host.wants_mask(rows))
-        pending, output = (None, result) if fused else (result, None)
-        return Parked(req_ids, inputs.tier, output, pending, asked, prompt, self._host.is_structured[rows], samples)
+        with self.annotate("bookkeeping"):
+            rows = inputs.idx_mapping
+            prompt = self._prompt_tokens(rows, inputs.num_scheduled_tokens)
+            samples = self._host.advance(rows, inputs.num_scheduled_tokens)
+            asked = Asked(self._host.num_logprobs[rows], self._host.num_listed[rows], self._host.wants_mask(rows))
+            pending, output = (None, result) if entry.program.kind == "step" else (result, None)
+            is_structured = self._host.is_structured[rows]
+        return Parked(req_ids, inputs.tier, output, pending, asked, prompt, is_structured, samples)
+
+    def _complete(self, parked: Parked, grammar_output: GrammarOutput | None) -> AsyncOutput:
+        """Launch what is left of the step."""
+        has_grammar = bool(parked.is_structured.any())
+        if has_grammar or grammar_output is not None:
+            check_grammar_output(grammar_output, parked.req_ids, parked.is_structured, parked.samples)
+        self._parked = None
+        output = parked.output
+        if output is None:
+            entry = self._look_up(self.table.programs.finish(len(parked.req_ids), parked.tier))
+            assert parked.pending is not None
+            masks = grammar_output if has_grammar else None
+            bitmask = self.masks.of(masks, parked.req_ids, entry.program.size)
+            with self.annotate("sample"):
+                pending = parked.pending.last_tokens
+                self.state, output = self.table.call(entry, self.weights, self.state, pending, bitmask)
+            has_custom = self.table.programs.custom != NO_CUSTOM
+            if not (has_grammar or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[parked.tier]):
+                output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
+        asked = parked.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
+        return AsyncOutput(parked.req_ids, output, asked, annotate=self.annotate)
 
     def _prompt_tokens(self, rows: np.ndarray, counts: np.ndarray) -> AskedTokens | None:
         if not len(self._prompts):

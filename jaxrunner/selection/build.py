@@ -34,8 +34,8 @@ def build_runner(
 
 
 def choose_runner(model: Model, config: RunnerConfig) -> Decision:
-    """What `build_runner` builds. Raises NotBuiltError for a runner that cannot run what is asked or is not there,
-    AdmissionError for an unknown name in JAXRUNNER_RUNNER."""
+    """What `build_runner` builds. Raises NotBuiltError if that cannot run what is asked, AdmissionError for an unknown
+    name in JAXRUNNER_RUNNER."""
     override, source = asked_runner(config.runner)
     # A `Model` has attention in every layer; a recurrent one is refused when it is loaded.
     facts = Facts(override=override, override_from=source, architectures=(model.architecture,))

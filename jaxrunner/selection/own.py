@@ -33,14 +33,10 @@ def unsupported(facts: Facts) -> list[str]:
     return ["recurrent layers, which no runner of this version has"] if recurrent_layers else []
 
 
-def _absent_host(facts: Facts) -> list[str]:
-    return [] if HOMES["host"].is_built else ["HostRunner is not built in this version"]
-
-
 POLICY = Policy(
     name="jaxrunner",
     labels={name: home.class_name for name, home in HOMES.items()},
     rules=(asked, recurrent, default),
     gates={"device": unsupported, "host": unsupported},
-    checks={"host": _absent_host},
+    checks={},
 )

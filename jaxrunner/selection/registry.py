@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 from typing import Any, Protocol
 
 from jaxrunner.compile.ladder import Ladder
 from jaxrunner.compile.programs import Programs
 from jaxrunner.compile.table import BucketTable
 from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from jaxrunner.errors import NotBuiltError
 from jaxrunner.models.model import Model
 from jaxrunner.runner.config import RunnerConfig
 from jaxrunner.runner.output import AsyncOutput
@@ -61,10 +59,6 @@ class Home:
         module = self.module.rpartition(".")[0] + "." if self.has_package else self.module
         return module.removeprefix("jaxrunner.").replace(".", "/")
 
-    @property
-    def is_built(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
-
 
 HOMES: dict[RunnerName, Home] = {
     "device": Home("jaxrunner.runner.device_runner", "DeviceRunner"),
@@ -73,8 +67,6 @@ HOMES: dict[RunnerName, Home] = {
 
 
 def runner_class(name: RunnerName) -> type[Runner]:
-    """The class of a runner. Raises NotBuiltError for one that this version does not have."""
+    """The class of a runner."""
     home = HOMES[name]
-    if not home.is_built:
-        raise NotBuiltError(f"{home.class_name} is not built in this version; leave runner and JAXRUNNER_RUNNER unset")
     return getattr(importlib.import_module(home.module), home.class_name)

@@ -10,11 +10,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-RANGES = ("preprocess", "lookup", "admit", "forward", "sample", "wait", "postprocess")
-"""preprocess: all that the host does before the launch. In it, lookup: an executable is looked up, and made where it is
-not there; admit: executables that admit, release, arrange, copy and move are launched. forward: the step is launched,
-or its first half; sample: the second half, and the scoring of prompts. wait: for the tokens. postprocess: the output is
-built from them."""
+RANGES = ("preprocess", "inputs", "lookup", "admit", "forward", "bookkeeping", "sample", "wait", "postprocess")
+"""preprocess: all that the host does before the launch. In it, inputs: the batch is ordered and its upload is made;
+lookup: an executable is looked up, and made where it is not there; admit: executables that admit, release, arrange,
+copy and move are launched. forward: the step is launched, or its first half. bookkeeping: what the host keeps of the
+rows follows, and the second half is prepared; in it, sample: that half is launched, and the scoring of prompts. wait:
+for the tokens. postprocess: the output is built from them, and the rows of a HostRunner get them."""
 DEVICE_SCOPES = ("preprocess", "forward", "sample", "postprocess")
 
 

@@ -14,7 +14,7 @@ from jaxrunner.timing.ranges import RANGES
 if TYPE_CHECKING:
     from rich.table import Table
 
-HOST = ("preprocess", "postprocess")
+HOST = ("preprocess", "inputs", "bookkeeping", "postprocess")
 DISPATCH = ("admit", "forward", "sample")
 PROCESS, HOST_THREAD, DEVICE_THREAD = 1, 1, 2
 

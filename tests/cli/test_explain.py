@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxrunner.cli import app
-from jaxrunner.selection import explain, registry
+from jaxrunner.selection import explain
 from tests.conftest import GOLDEN
 
 TINY = str(GOLDEN / "tiny" / "llama")
@@ -63,13 +63,20 @@ def test_a_value_that_the_engine_would_refuse_is_refused():
     assert run("max").exit_code == 2
 
 
-def test_a_runner_that_cannot_be_built_is_an_error_behind_the_way_to_it(monkeypatch):
+@pytest.fixture
+def hybrid(tmp_path):
+    """A model that no runner of this package runs."""
+    layers = {"num_attention_heads": 8, "layer_types": ["linear_attention", "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3NextForCausalLM"], **layers}))
+    return tmp_path
+
+
+def test_a_runner_that_cannot_be_built_is_an_error_behind_the_way_to_it(monkeypatch, hybrid):
     assert run("--runner", "host").exit_code == 0
-    monkeypatch.setitem(registry.HOMES, "host", registry.Home("jaxrunner.runner.no_such_runner", "HostRunner"))
-    result = run("--runner", "host")
+    result = run("--runner", "host", model=hybrid)
     assert result.exit_code == 1
     assert "=> HostRunner" in result.stdout
-    assert "error: HostRunner is not built in this version" in result.stdout
+    assert "error: HostRunner does not support recurrent layers" in result.stdout
     monkeypatch.setenv("JAXRUNNER_RUNNER", "host")
     assert told()["why"] == "asked for by JAXRUNNER_RUNNER=host"
 
@@ -79,16 +86,10 @@ def test_variables_that_nothing_reads_are_named(monkeypatch):
     assert "set, but read by nothing: JAXRUNNER_RUNER" in run().stdout.replace("JAXRUNNER_CI_TIMED, ", "")
 
 
-def test_a_model_that_cannot_be_run_is_an_error_and_vllms_choice_is_still_shown(tmp_path):
-    hybrid = {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "num_attention_heads": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(hybrid))
-    report = told(model=tmp_path)
+def test_a_model_that_cannot_be_run_is_an_error_and_vllms_choice_is_still_shown(hybrid):
+    report = told(model=hybrid)
     assert [w in report["errors"][i] for i, w in enumerate(("recurrent layers", "Qwen3NextForCausalLM"))] == [True] * 2
-    result = run("--policy", "vllm-0.28", "--policy", "vllm-0.33", model=tmp_path)
+    result = run("--policy", "vllm-0.28", "--policy", "vllm-0.33", model=hybrid)
     assert result.exit_code == 0, result.stderr
     assert "=> V1, of which vLLM says nothing" in result.stdout
     assert "hybrid, and not on the allow-list" in result.stdout

@@ -181,7 +181,6 @@ def test_an_ending_interpreter_does_not_wait_for_the_whole_ladder():
 
 @pytest.mark.parametrize(("platform", "cores", "threads"), [("cpu", 16, 16), ("gpu", 16, 8), ("gpu", 1, 1)])
 def test_a_gpu_compiles_half_as_many_executables_at_once_as_there_are_cores(monkeypatch, platform, cores, threads):
-    """Each waits for a pool with a thread a core, from within that pool."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     assert default_threads() == threads

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrunner import LLM, DeviceRunner, HostRunner, RunnerConfig
 from jaxrunner.errors import AdmissionError, NotBuiltError
-from jaxrunner.selection import own, registry
+from jaxrunner.selection import build, own
 from jaxrunner.selection.build import ENVIRONMENT, asked_runner, build_runner
 from jaxrunner.selection.facts import Facts
 from jaxrunner.selection.policy import decide
@@ -17,23 +17,6 @@ from tests.conftest import GOLDEN, load_tiny
 
 TINY = str(GOLDEN / "tiny" / "llama")
 CONFIG = RunnerConfig(2, 64, 16, 20, 4)
-
-
-class Fake:
-    """Stands for a HostRunner, whichever is there."""
-
-    def __init__(self, model, weights, config, *, ladder=None, seed=0):
-        self.arguments = (model, weights, config, ladder, seed)
-
-
-@pytest.fixture
-def host(monkeypatch):
-    monkeypatch.setitem(registry.HOMES, "host", registry.Home(__name__, "Fake"))
-
-
-@pytest.fixture
-def no_host(monkeypatch):
-    monkeypatch.setitem(registry.HOMES, "host", registry.Home("jaxrunner.runner.no_such_runner", "HostRunner"))
 
 
 def built(config, caplog):
@@ -45,15 +28,15 @@ def built(config, caplog):
     return runner, line.getMessage()
 
 
-def test_one_line_says_which_runner_was_built_and_why(caplog, monkeypatch, host):
+def test_one_line_says_which_runner_was_built_and_why(caplog, monkeypatch):
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     runner, line = built(CONFIG, caplog)
     assert type(runner) is DeviceRunner
     assert line == "runner: DeviceRunner, it is the policy's choice for every model, and nothing stands against it"
 
     runner, line = built(dataclasses.replace(CONFIG, runner="host"), caplog)
-    assert type(runner) is Fake
-    assert runner.arguments[3:] == (None, 3)
+    assert type(runner) is HostRunner
+    assert runner._seed == 3
     assert line == "runner: HostRunner, asked for by runner='host'"
 
     monkeypatch.setenv(ENVIRONMENT, "host")
@@ -63,15 +46,17 @@ def test_one_line_says_which_runner_was_built_and_why(caplog, monkeypatch, host)
     assert line.endswith("asked for by runner='device', which overrules JAXRUNNER_RUNNER=host")
 
 
-def test_a_runner_that_is_not_there_is_refused_by_name(monkeypatch, no_host):
-    model, weights = load_tiny("llama")
-    with pytest.raises(NotBuiltError, match=r"HostRunner \(asked for by runner='host'\).* is not built"):
-        build_runner(model, weights, dataclasses.replace(CONFIG, runner="host"))
+def test_an_engine_takes_the_runner_that_is_asked_for(monkeypatch):
     monkeypatch.setenv(ENVIRONMENT, "host")
-    with pytest.raises(NotBuiltError, match="JAXRUNNER_RUNNER=host"):
-        LLM(TINY, max_num_seqs=1, max_model_len=64)
-    with pytest.raises(NotBuiltError, match="HostRunner is not built in this version"):
-        registry.runner_class("host")
+    assert type(LLM(TINY, max_num_seqs=1, max_model_len=64).runner) is HostRunner
+    assert type(LLM(TINY, max_num_seqs=1, max_model_len=64, runner="device").runner) is DeviceRunner
+
+
+def test_what_a_runner_cannot_do_is_refused_by_name(monkeypatch):
+    facts = Facts(is_hybrid=True, override="host", override_from="runner='host'")
+    monkeypatch.setattr(build, "Facts", lambda **_: facts)
+    with pytest.raises(NotBuiltError, match=r"HostRunner \(asked for by runner='host'\): HostRunner does not support"):
+        build_runner(*load_tiny("llama"), CONFIG)
 
 
 def test_the_override_has_three_states(monkeypatch):
@@ -92,7 +77,7 @@ def test_a_runner_refuses_a_configuration_that_asks_for_the_other():
 
 
 @pytest.mark.parametrize("kind", ["is_hybrid", "is_attention_free"])
-def test_recurrent_models_are_forced_to_the_device_and_refused_until_they_are_built(kind, host):
+def test_recurrent_models_are_forced_to_the_device_and_refused_until_they_are_built(kind):
     decision = decide(own.POLICY, Facts(**{kind: True}))
     assert decision.runner == "device"
     assert decision.answer.forced

@@ -23,10 +23,9 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 LADDER = Ladder(decode=(2,), mixed=(16,), finish=(2,), tiers=("greedy",))
 TABLES: dict = {}
-BUILT = [name for name, home in HOMES.items() if home.is_built]
 
 
-@pytest.fixture(scope="module", params=itertools.product(BUILT, [True, False]), ids=lambda p: f"{p[0]}-async={p[1]}")
+@pytest.fixture(scope="module", params=itertools.product(HOMES, [True, False]), ids=lambda p: f"{p[0]}-async={p[1]}")
 def llm(request):
     name, is_async = request.param
     sizes = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 16, "ladder": LADDER}

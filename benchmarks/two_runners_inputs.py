@@ -1,0 +1,96 @@
+"""What the forward pass of a step was given, in one order of requests, whichever runner prepared it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrunner.host_runner.input_arrays import upload_layout
+from jaxrunner.stages.prepare_inputs import prepare_inputs
+
+PER_TOKEN = ("input_ids", "positions", "slot_mapping")
+PER_REQUEST = ("seq_lens", "block_table")
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """req_ids: in ascending order, and so are the live parts of `arrays`, which have vLLM's names; padding follows.
+    query_lens and last_token (which token of its request becomes logits) stand for query_start_loc and logits_indices.
+    upload_words: of the step's upload.
+    """
+
+    req_ids: list[str]
+    arrays: dict[str, np.ndarray]
+    upload_words: int
+
+
+@contextlib.contextmanager
+def capture(runner: Any, preparation: str) -> Iterator[list[Inputs]]:
+    """The inputs of the steps that `runner` runs inside of the `with`."""
+    seen: list[Inputs] = []
+    call = runner.table.call
+
+    def recording(entry, *args):
+        program = entry.program
+        if program.kind in ("step", "begin"):
+            _, state, upload = args
+            if preparation == "numpy":
+                arrays = upload_layout(program.bucket, runner.sizes).unpack(upload.copy())
+            else:
+                batch = _prepared(state, upload, bucket=program.bucket, implementation=preparation)
+                arrays = {
+                    name: np.asarray(value) for name, value in vars(batch).items() if not isinstance(value, tuple)
+                }
+                (slots,), (table,) = batch.slot_mapping, batch.block_table
+                arrays |= {"slot_mapping": np.asarray(slots), "block_table": np.asarray(table)}
+            pending.append((arrays, len(upload)))
+        return call(entry, *args)
+
+    pending: list[tuple[dict[str, np.ndarray], int]] = []
+    execute = runner.execute_model
+
+    def executing(plan):
+        result = execute(plan)
+        parked = runner._planned if preparation == "numpy" else runner._parked
+        for arrays, words in pending:
+            seen.append(_in_order(parked.req_ids, arrays, words))
+        pending.clear()
+        return result
+
+    runner.table.call, runner.execute_model = recording, executing
+    try:
+        yield seen
+    finally:
+        del runner.table.call, runner.execute_model
+
+
+@functools.partial(jax.jit, static_argnames=("bucket", "implementation"))
+def _prepared(state, upload, *, bucket, implementation):
+    return prepare_inputs(state, upload, bucket=bucket, implementation=implementation)
+
+
+def _in_order(req_ids: list[str], arrays: dict[str, np.ndarray], upload_words: int) -> Inputs:
+    order, starts = np.argsort(req_ids), arrays["query_start_loc"]
+    num_reqs, num_tokens = len(req_ids), int(starts[len(req_ids)])
+    token = np.concatenate([np.arange(starts[b], starts[b + 1]) for b in order])
+    token = np.concatenate([token, np.arange(num_tokens, len(arrays["positions"]))])
+    request = np.concatenate([order, np.arange(num_reqs, len(starts) - 1)])
+    found = {name: arrays[name].reshape(-1)[token] for name in PER_TOKEN}
+    found |= {name: arrays[name][request] for name in PER_REQUEST}
+    found["query_lens"] = np.diff(starts)[request]
+    live = np.arange(len(request)) < num_reqs
+    found["last_token"] = np.where(live, arrays["logits_indices"] - starts[:-1], arrays["logits_indices"])[request]
+    return Inputs([req_ids[b] for b in order], found, upload_words)
+
+
+def difference(a: Inputs, b: Inputs) -> str | None:
+    """The first thing in which two steps differ."""
+    if a.req_ids != b.req_ids:
+        return "requests"
+    return next((name for name in a.arrays if not np.array_equal(a.arrays[name], b.arrays[name])), None)
