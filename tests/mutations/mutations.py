@@ -336,8 +336,8 @@ RANDOMNESS = (
     Mutation(
         "sample: the draw depends on the row, not on the position",
         "stages/sample.py",
-        "sample_tokens(logits, params, requests.seq_lens,",
-        "sample_tokens(logits, params, requests.idx_mapping,",
+        "sample_tokens(logits, params, requests.seq_lens, **options)",
+        "sample_tokens(logits, params, requests.idx_mapping, **options)",
         (ORACLE_DECODE,),
     ),
     Mutation(
