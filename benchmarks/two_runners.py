@@ -79,7 +79,8 @@ def ways() -> list[Way]:
 
 
 class Contender:
-    """One runner with a scheduler of its own. num_tokens: of each request in the last step."""
+    """One runner with a scheduler of its own. num_tokens: of each request in the last step.
+    upload_words: of the largest step whose inputs were looked at."""
 
     def __init__(self, way: Way, model: Model, weights: Any, num_reqs: int):
         self.way, self.num_reqs = way, num_reqs
@@ -96,14 +97,14 @@ class Contender:
         ladder = Ladder((num_reqs,), (budget,), (num_reqs,), tiers=("greedy",))
         self.runner = build_runner(model, weights, self.config, ladder=ladder)
         self.runner.warm_up()
-        self.upload_words, self.num_tokens = 0, []
+        self.num_tokens: list[int] = []
         self.is_mixed = False
         self._start_over()
 
     def _start_over(self) -> None:
         self.scheduler = Scheduler(self.config, len(self.runner.groups), prefix_caching=False)
         self._rng = np.random.default_rng(self.num_reqs)
-        self._added = 0
+        self._added = self.upload_words = 0
 
     def decode(self) -> None:
         """Every request decodes from now on; blocks fill up at different steps."""
@@ -121,6 +122,8 @@ class Contender:
         self.is_mixed = True
         for _ in range(self.num_reqs):
             self._add(int(self._rng.integers(*PROMPT)), int(self._rng.integers(1, OUTPUT[1])))
+        while self.scheduler.waiting:
+            self.step()
         for _ in range(WARM_UP):
             self.step()
 
@@ -157,7 +160,7 @@ class Contender:
         with capture(self.runner, self.way.preparation) as seen:
             self.step()
         (inputs,) = seen
-        self.upload_words = inputs.upload_words
+        self.upload_words = max(self.upload_words, inputs.upload_words)
         return inputs
 
     def _requests(self) -> list[Request]:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jaxrunner import DeviceRunner, Ladder
+from jaxrunner import Ladder
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.lowering_process import LoweringProcess
 from jaxrunner.errors import BucketMissError
@@ -16,18 +16,18 @@ from tests.runner.plans import CONFIG, LADDER, both_runners, kept_on_device, new
 LARGER = Ladder(decode=(1, 4), mixed=(8, 32), finish=(1, 4))
 
 
-def generate(runner: DeviceRunner) -> list[int]:
+def generate(runner) -> list[int]:
     out = run(runner, plan({"a": 3}, [new("a", [5, 9, 17], [1, 2])]))["a"]
     for _ in range(4):
         out += run(runner, plan({"a": 1}))["a"]
     return out
 
 
-def test_tokens_do_not_depend_on_what_is_ready(runner, shared_table, monkeypatch):
-    """The rungs of `shared_table` are there, the smaller ones are held back until all tokens have been sampled."""
-    model, weights = load_tiny("llama")
-    serving = DeviceRunner(model, weights, CONFIG, ladder=LARGER)
-    opened, known = threading.Event(), set(shared_table.programs.all())
+@both_runners
+def test_tokens_do_not_depend_on_what_is_ready(runner, monkeypatch):
+    """The rungs of `runner` are there, the smaller ones are held back until all tokens have been sampled."""
+    serving = type(runner)(*load_tiny("llama"), CONFIG, ladder=LARGER)
+    opened, known = threading.Event(), set(runner.table.programs.all())
     wanted = {serving.table.programs.first(LARGER.decode_bucket(4, "greedy"))}
 
     def compile_(program):
@@ -35,7 +35,7 @@ def test_tokens_do_not_depend_on_what_is_ready(runner, shared_table, monkeypatch
             assert opened.wait(60)
             return Entry(program, None)
         used = program.kind in ("admit", "step") or program in (first, finish)
-        return shared_table.get(program) if used else Entry(program, None)
+        return runner.table.get(program) if used else Entry(program, None)
 
     first = serving.table.programs.first(LARGER.mixed_bucket(32, "greedy"))
     finish = serving.table.programs.finish(4, "greedy")
@@ -51,9 +51,9 @@ def test_tokens_do_not_depend_on_what_is_ready(runner, shared_table, monkeypatch
         serving.table.join()
 
 
-def test_an_error_of_the_background_is_raised_before_a_step_changes_anything(runner, shared_table, monkeypatch):
-    model, weights = load_tiny("llama")
-    failing = DeviceRunner(model, weights, CONFIG, ladder=LADDER)
+@both_runners
+def test_an_error_of_the_background_is_raised_before_a_step_changes_anything(runner, monkeypatch):
+    failing = type(runner)(*load_tiny("llama"), CONFIG, ladder=LADDER)
 
     def fail(program):
         raise ValueError("no such instruction")
@@ -63,8 +63,8 @@ def test_an_error_of_the_background_is_raised_before_a_step_changes_anything(run
     failing.table._background._thread.join()
     with pytest.raises(ValueError, match="no such instruction"):
         generate(failing)
-    assert failing.rows.num_free == CONFIG.max_num_seqs
-    failing.table = shared_table
+    assert len(failing.rows) == 0
+    failing.table = runner.table
     assert generate(failing) == generate(runner)
 
 

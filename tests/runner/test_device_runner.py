@@ -278,7 +278,8 @@ def test_500_mixed_steps_compile_nothing(runner, golden):
                 {},
                 {"top_k": 5},
                 {"min_tokens": 2, "top_p": 0.9},
-                {"logprobs": int(rng.integers(0, 4))},
+                {"logprobs": int(rng.integers(0, 4)), "logprob_token_ids": [7]},
+                {"prompt_logprobs": 1},
                 {"repetition_penalty": 1.3, "logit_bias": {int(rng.integers(256)): 2.0}},
                 {"allowed_token_ids": [3, 4, 5], "return_sampling_mask": True},
             )
