@@ -6,11 +6,9 @@ of input preparation is. What the device keeps is `DeviceCarry`.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.profiler import TraceAnnotation
 
@@ -26,14 +24,14 @@ from jaxrunner.host_runner.array_rows import ArrayRows
 from jaxrunner.host_runner.audit import audit_rows
 from jaxrunner.host_runner.batch_updates import BatchListener
 from jaxrunner.host_runner.dense_batch import DenseBatch
-from jaxrunner.host_runner.device_carry import DeviceCarry
 from jaxrunner.host_runner.first_half import HalfStep
-from jaxrunner.host_runner.input_arrays import HostSizes, write_inputs
+from jaxrunner.host_runner.flights import Flights
+from jaxrunner.host_runner.input_arrays import write_inputs
 from jaxrunner.host_runner.list_rows import ListRows
 from jaxrunner.host_runner.programs import ARRANGE, HostPrograms
-from jaxrunner.host_runner.row_fields import NONE, RowBank
 from jaxrunner.host_runner.sampling_metadata import SamplingMetadata
 from jaxrunner.host_runner.second_half import score_layout
+from jaxrunner.host_runner.sizes import empty_carry, host_sizes, num_rows, row_bank
 from jaxrunner.host_runner.staging import StagingBuffer, StagingRing
 from jaxrunner.models.model import Model
 from jaxrunner.runner.config import RunnerConfig
@@ -46,14 +44,12 @@ from jaxrunner.runner.plan_checks import PlanChecks, block_moves
 from jaxrunner.runner.prompt_reports import AskedTokens, PromptReport, PromptReports, asked_tokens, num_asked
 from jaxrunner.sampling.custom import NO_CUSTOM
 from jaxrunner.sampling_params import SamplingParams
-from jaxrunner.stages.sample import NO_TOKEN, StepOutput
+from jaxrunner.stages.sample import StepOutput
 from jaxrunner.state.block_moves import MOVES_PER_CALL
 from jaxrunner.state.block_tables import expand_block_ids
-from jaxrunner.state.fields import REQUEST_FIELDS, SAMPLING_FIELDS
+from jaxrunner.state.fields import REQUEST_FIELDS
 from jaxrunner.state.records import derived_seed, request_record
-from jaxrunner.state.request_arrays import empty_extras
 from jaxrunner.state.row_copies import RowCopies
-from jaxrunner.state.runner_state import check_sizes, default_groups, init_kv_cache
 from jaxrunner.timing.ranges import Annotate
 
 
@@ -73,13 +69,6 @@ class PlannedStep(NamedTuple):
     @property
     def tier(self) -> Tier:
         return self.metadata.tier
-
-
-class Flight(NamedTuple):
-    """A step whose tokens have not been entered into the rows. column: of the `flight_*` fields."""
-
-    column: int
-    output: StepOutput
 
 
 class HostRunner:
@@ -120,8 +109,7 @@ class HostRunner:
         self._kept = KeptArrays(declared)
         self._staging = StagingRing()
         self._metadata: SamplingMetadata | None = None
-        self._flights: deque[Flight] = deque()
-        self._column = 0
+        self._flights = Flights(self.batch)
         self._seed = seed
         self._num_admitted = 0
         self._planned: PlannedStep | None = None
@@ -164,7 +152,7 @@ class HostRunner:
             if not scheduler_output.total_num_scheduled_tokens:
                 return ModelRunnerOutput.with_kv_conn_output_only(None)
             # The step before may still run, the one before that may not: there are two columns for steps in flight.
-            self._land(most_left=1)
+            self._flights.land(most_left=1)
             with self.annotate("inputs"):
                 metadata = self._refresh(self._order(scheduler_output))
                 self._arrange()
@@ -190,7 +178,7 @@ class HostRunner:
             return result
         with self.annotate("postprocess"):
             finished = result.get_output()
-            self._land(most_left=0)
+            self._flights.land(most_left=0)
         return finished
 
     def warm_up(self, **options: Any) -> None:
@@ -233,7 +221,7 @@ class HostRunner:
         assert program.bucket is not None
         buffer = self._staging.acquire(self.table.programs.layout(program.bucket))
         rows = self.batch.rows
-        write_inputs(buffer, rows, metadata, rows.flight_row[: metadata.num_reqs, self._column], self.sizes)
+        write_inputs(buffer, rows, metadata, rows.flight_row[: metadata.num_reqs, self._flights.column], self.sizes)
         return buffer
 
     def _prepare(self, metadata: SamplingMetadata, *, keeps_tokens: bool) -> tuple[StagingBuffer, Entry]:
@@ -250,7 +238,7 @@ class HostRunner:
             self.carry, result = self.table.call(entry, self.weights, self.carry, buffer.vector)
         buffer.reader = result
         with self.annotate("bookkeeping"):
-            samples = self._take_off(metadata.num_reqs)
+            samples = self._flights.take_off(metadata.num_reqs)
             req_ids = self.batch.rows.req_ids[: metadata.num_reqs].tolist()
             half, output = (None, result) if entry.program.kind == "step" else (result, None)
         return PlannedStep(req_ids, metadata, output, half, prompt, samples)
@@ -268,7 +256,7 @@ class HostRunner:
         asked = planned.metadata.asked
         if planned.prompt is not None:
             asked = self._score_prompts(planned, planned.prompt)
-        self._flights.append(Flight(self._column, output))
+        self._flights.add(output)
         return AsyncOutput(planned.req_ids, output, asked, annotate=self.annotate)
 
     def _look_up(self, program: Program, *, real_tokens: int = 0) -> Entry:
@@ -327,7 +315,7 @@ class HostRunner:
         held = sorted(req_id for req_id in leaving - so.finished_req_ids if req_id in self.batch.row_of)
         if not held:
             return
-        self._land(most_left=0)  # how many tokens they have is known for sure only then
+        self._flights.land(most_left=0)  # how many tokens they have is known for sure only then
         self._arrange()
         for start in range(0, len(held), COPY.size):
             part = held[start : start + COPY.size]
@@ -411,78 +399,3 @@ class HostRunner:
         for upload in block_moves(so, self.config):
             with self.annotate("admit"):
                 self.carry = self.table.call(entry, self.carry, upload)
-
-    def _take_off(self, num_reqs: int) -> np.ndarray:
-        """Count a step that was launched: its tokens, and one more known token for each row that samples. Returns which
-        do, bool[num_reqs]."""
-        rows, column = self.batch.rows, 1 - self._column
-        self._column = column
-        counts = rows.scheduled[:num_reqs]
-        rows.computed[:num_reqs] += counts
-        ends = rows.computed[:num_reqs]
-        samples = ends == rows.known[:num_reqs]
-        rows.known[:num_reqs] += samples
-        rows.flight_row[:num_reqs, column] = np.arange(num_reqs)
-        rows.flight_len[:num_reqs, column] = counts
-        rows.flight_end[:num_reqs, column] = np.where(samples, ends, NONE)
-        return samples
-
-    def _land(self, most_left: int) -> None:
-        """Enter the tokens of the oldest steps into the rows of their requests, wherever those are by now.
-
-        A row that failed is as it was before the step: its tokens do not count as computed.
-        """
-        rows = self.batch.rows
-        while len(self._flights) > most_left:
-            column, output = self._flights.popleft()
-            flown = np.flatnonzero(rows.flight_row[: self.batch.num_reqs, column] != NONE)
-            places, ends = rows.flight_row[flown, column], rows.flight_end[flown, column]
-            tokens = np.asarray(output.sampled_token_ids)[places, 0]
-            stored = (tokens != NO_TOKEN) & (ends != NONE) & (ends < rows.token_ids.shape[1])
-            rows.token_ids[flown[stored], ends[stored]] = tokens[stored]
-            if output.failed is not None:
-                self._undo(flown[np.asarray(output.failed)[places]])
-            rows.flight_row[flown, column] = rows.flight_end[flown, column] = NONE
-
-    def _undo(self, failed: np.ndarray) -> None:
-        """These rows are as they were before all steps in flight: the later one has no input for them either."""
-        rows = self.batch.rows
-        is_flown = rows.flight_row[failed] != NONE
-        rows.known[failed] -= (is_flown & (rows.flight_end[failed] != NONE)).sum(axis=1)
-        rows.computed[failed] -= np.where(is_flown, rows.flight_len[failed], 0).sum(axis=1)
-        rows.flight_row[failed] = rows.flight_end[failed] = NONE
-
-
-def num_rows(config: RunnerConfig, ladder: Ladder) -> int:
-    """Rows that hold every request and every row of the largest bucket."""
-    return max(config.max_num_seqs, ladder.max_num_reqs)
-
-
-def host_sizes(model: Model, config: RunnerConfig) -> HostSizes:
-    """Raises AdmissionError for sizes that cannot work."""
-    per_kv_block = config.blocks_per_kv_block
-    check_sizes(model, config.max_num_seqs, config.max_model_len, config.kernel_block, per_kv_block)
-    groups = default_groups(model, block_size=config.kernel_block, blocks_per_kv_block=per_kv_block)
-    declared = config.custom.declared
-    return HostSizes(groups, config.max_model_len, config.list_sizes, config.thinking, config.reports, declared)
-
-
-def empty_carry(model: Model, config: RunnerConfig, count: int) -> DeviceCarry:
-    """What the device holds at the start. count: rows."""
-    sizes = host_sizes(model, config)
-    num_blocks = config.num_blocks * config.blocks_per_kv_block
-    options: dict[str, Any] = dict(kv_cache_dtype=config.kv_cache_dtype, kv_scales=config.kv_scales)
-    kv = init_kv_cache(model, sizes.groups, num_blocks, **options)
-    outcome = jnp.zeros((count, 2), jnp.int32)
-    return DeviceCarry(kv=kv, outcome=outcome, extras=empty_extras(sizes.custom, count), sizes=sizes)
-
-
-def row_bank(sizes: HostSizes, count: int) -> RowBank:
-    """Empty rows of these sizes."""
-    columns = {
-        "max_model_len": sizes.max_model_len,
-        "num_groups": len(sizes.groups),
-        "table_width": sum(sizes.widths),
-        "sampling_width": len(SAMPLING_FIELDS),
-    }
-    return RowBank(count, columns)

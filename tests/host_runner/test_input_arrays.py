@@ -8,8 +8,8 @@ import pytest
 from jaxrunner.compile.buckets import Bucket
 from jaxrunner.host_runner.input_arrays import HostSizes, upload_layout, write_inputs
 from jaxrunner.host_runner.row_fields import NONE, RowBank
-from jaxrunner.host_runner.runner import row_bank
 from jaxrunner.host_runner.sampling_metadata import SamplingMetadata
+from jaxrunner.host_runner.sizes import row_bank
 from jaxrunner.host_runner.staging import StagingBuffer
 from jaxrunner.state.block_tables import KVGroup
 from tests.oracle.input_prep import input_prep

@@ -132,13 +132,14 @@ ROWS = (
     Mutation(
         "host runner: a token of the step before from the row of today",
         PACKAGE + "runner.py",
-        "rows.flight_row[: metadata.num_reqs, self._column]",
-        "np.where(rows.flight_row[: metadata.num_reqs, self._column] == NONE, NONE, np.arange(metadata.num_reqs))",
+        "rows.flight_row[: metadata.num_reqs, self._flights.column]",
+        "np.where(rows.flight_row[: metadata.num_reqs, self._flights.column] == NONE, NONE, "
+        "np.arange(metadata.num_reqs))",
         ("tests/host_runner/test_same_tokens.py::test_random_lives_of_sampled_requests[plain-async]",),
     ),
     Mutation(
         "host runner: a step without a token counts",
-        PACKAGE + "runner.py",
+        PACKAGE + "flights.py",
         "self._undo(flown[np.asarray(output.failed)[places]])",
         "pass",
         (CASES + "test_a_request_without_an_id_left_is_as_before_although_a_later_step_was_launched",),
