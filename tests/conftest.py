@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     cheap = jax.default_backend() == "cpu" and "smollm2_llm" not in getattr(item, "fixturenames", ())
     jax.config.update("jax_disable_most_optimizations", cheap)
+
+
+MAPPINGS = Path("/proc/self/maps")
+MOST_MAPPINGS = 20_000
+"""Linux allows a process 65,530 memory mappings, of which an executable of the CPU takes several; XLA dies without a
+word when there are no more."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_executables() -> Iterator[None]:
+    """Forget what JAX keeps of earlier tests before it is too much."""
+    yield
+    if MAPPINGS.exists() and sum(1 for _ in MAPPINGS.open()) > MOST_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @functools.cache
