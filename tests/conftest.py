@@ -49,7 +49,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 MAPPINGS = Path("/proc/self/maps")
-MOST_MAPPINGS = 20_000
+MOST_MAPPINGS = 40_000
 """Linux allows a process 65,530 memory mappings, of which an executable of the CPU takes several; XLA dies without a
 word when there are no more."""
 
