@@ -174,6 +174,15 @@ class Programs(abc.ABC):
         shapes = " ".join(f"{x.dtype}{list(x.shape)}" for x in leaves)
         return [*map(repr, (program, self.model, self.implementation, self.ladder.max_num_reqs)), str(tree), shapes]
 
+    def _finish_options(self, program: Program) -> dict[str, Any]:
+        """Of the second half of a step, which are static."""
+        options: dict[str, Any] = {"tier": program.tier, "num_reqs": program.size, "custom": self.custom}
+        return options | {"implementation": self.implementation}
+
+    def _mask(self, program: Program) -> jax.ShapeDtypeStruct:
+        """The masks of grammars that the second half of a step takes."""
+        return jax.ShapeDtypeStruct((program.size, num_words(self.model.vocab_size)), jnp.uint32)
+
 
 class ProgramSet(Programs):
     """The programs of the runner that keeps its requests on the device; see `Programs`."""
@@ -232,8 +241,8 @@ class ProgramSet(Programs):
         if program.kind == "copy":
             return copy_rows, (self._state, jax.ShapeDtypeStruct((program.size,), jnp.int32))
         if program.kind == "finish":
-            mask = jax.ShapeDtypeStruct((program.size, num_words(self.model.vocab_size)), jnp.uint32)
-            return self._finish(program), (self._weights, self._state, self._pending.last_tokens, mask)
+            arguments = (self._weights, self._state, self._pending.last_tokens, self._mask(program))
+            return self._finish(program), arguments
         if program.kind == "prompt":
             run = functools.partial(run_prompt_logprobs, self.model, num_rows=program.size)
             return run, (self._weights, self._state, self._pending, vector(prompt_layout(program.size)))
@@ -256,8 +265,7 @@ class ProgramSet(Programs):
         return functools.partial(step, self.model, bucket=bucket, implementation=self.implementation, **options)
 
     def _finish(self, program: Program):
-        options: dict[str, Any] = {"tier": program.tier, "num_reqs": program.size, "custom": self.custom}
-        options["implementation"] = self.implementation
+        options = self._finish_options(program)
 
         def finish(weights, state, pending, grammar_bitmask):
             return finish_step(self.model, weights, state, pending, grammar_bitmask=grammar_bitmask, **options)

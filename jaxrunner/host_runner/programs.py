@@ -19,7 +19,6 @@ from jaxrunner.host_runner.second_half import run_decode, run_sampler, run_score
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.sampling.custom import NO_CUSTOM, CustomSampling
-from jaxrunner.sampling.packed_bits import num_words
 from jaxrunner.state.block_moves import apply_moves, move_layout
 from jaxrunner.state.codec import Layout
 from jaxrunner.state.request_arrays import updated_names
@@ -108,12 +107,7 @@ class HostPrograms(Programs):
     def _lists(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.num_rows, self.sizes.list_sizes.width), jnp.int32)
 
-    def _finish_options(self, program: Program) -> dict[str, Any]:
-        options = {"tier": program.tier, "num_reqs": program.size, "custom": self.custom}
-        return options | {"implementation": self.implementation}
-
     def _finish_shapes(self, program: Program) -> tuple[jax.ShapeDtypeStruct | None, ...]:
-        mask = jax.ShapeDtypeStruct((program.size, num_words(self.model.vocab_size)), jnp.uint32)
         tokens = jax.ShapeDtypeStruct((program.size, self.sizes.max_model_len), jnp.int32)
         lists = self._lists if self.reads_lists(program.tier) else None
-        return mask, lists, tokens if self.reads_tokens(program.tier) else None
+        return self._mask(program), lists, tokens if self.reads_tokens(program.tier) else None

@@ -33,7 +33,7 @@ WEIGHTLESS = 0x41B00000
 """22.0: an id of exp(-22) times the greatest probability has no mass at any scale, see `mass_exponent`."""
 
 
-def against(vocab_size: int) -> str | None:
+def reason_against(vocab_size: int) -> str | None:
     """Why the kernel cannot take rows of so many ids, or None."""
     if vocab_size < CHUNK or vocab_size % 4:
         return f"it takes a vocabulary of {CHUNK} ids or more, a multiple of 4, not {vocab_size}"

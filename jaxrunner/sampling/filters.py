@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from jaxrunner.pallas import filters_mosaic
 from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.sampling.min_p import min_p
 from jaxrunner.sampling.temperature import is_sound
@@ -23,7 +22,9 @@ def apply_filters(
     scaled: as `temperature.scale` leaves it. What is left is a prefix of the row, the best ids first and equal ones by
     id. Raises ImplementationError where a named implementation cannot run.
     """
-    against = {"mosaic": filters_mosaic.against(scaled.shape[1])}
+    from jaxrunner.pallas import filters_mosaic
+
+    against = {"mosaic": filters_mosaic.reason_against(scaled.shape[1])}
     run = _mosaic if resolve("filters", implementation, against) == "mosaic" else _xla
     return run(scaled, params)
 
@@ -38,6 +39,8 @@ def _xla(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array,
 
 def _mosaic(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array, "B V"]:
     """See `apply_filters`. The masses of top_p are computed by the kernel's exp, which may differ in the last bit."""
+    from jaxrunner.pallas import filters_mosaic
+
     # The sets have no gradient; the scores that are left do.
     fixed, vocab_size = lax.stop_gradient(scaled), scaled.shape[1]
     best = filters_mosaic.best_of_chunks(fixed)

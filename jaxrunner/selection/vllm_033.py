@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from jaxrunner.selection.facts import Facts
 from jaxrunner.selection.policy import Answer, Policy, passing
+from jaxrunner.selection.vllm_028 import triton
 
 PARALLEL_DRAFTERS = ("dflash", "dspark")
 
@@ -31,11 +32,6 @@ def environment(facts: Facts) -> Answer:
     if facts.override is None:
         return passing("unset: the policy decides")
     return Answer("set, and nothing else is asked", facts.override, forced=facts.override == "device")
-
-
-def triton(facts: Facts) -> Answer:
-    """Is Triton there?"""
-    return passing("yes") if facts.has_triton else Answer("no", "host", warned=True)
 
 
 def gates(facts: Facts) -> Answer:
