@@ -67,11 +67,16 @@ def filter_ends_mosaic(
         zero = vector(0)
         place = compat.iota(CHUNK)
 
+        def start_of(chunk):
+            return jnp.minimum(chunk * CHUNK, vocab_size - CHUNK)
+
         def load(chunk):
+            """Scores, of which nothing is computed before they are wanted: that would wait for them."""
+            return compat.load(scaled_ref.at[row, compat.ds(start_of(chunk), CHUNK)], layout=wide, optimized=False)
+
+        def read(chunk, scores):
             """(ids, magnitudes) of a chunk; what belongs to the one before it, or lies behind the last, is infinite."""
-            start = jnp.minimum(chunk * CHUNK, vocab_size - CHUNK)
-            scores = compat.load(scaled_ref.at[row, compat.ds(start, CHUNK)], layout=wide, optimized=False)
-            ids = place + vector(start)
+            ids = place + vector(start_of(chunk))
             bits = lax.bitcast_convert_type(jnp.abs(scores), jnp.int32)
             return ids, jnp.where(ids >= vector(chunk * CHUNK), bits, vector(INFINITE))
 
@@ -97,11 +102,11 @@ def filter_ends_mosaic(
             """visit(chunk, magnitudes, carry) over all chunks of the list, in their order."""
 
             def one(i, carry):
-                (bits, *under_way), carry = carry
-                under_way.append(load(listed[i + AT_ONCE])[1])
-                return under_way, visit(listed[i], bits, carry)
+                (scores, *under_way), carry = carry
+                under_way.append(load(listed[i + AT_ONCE]))
+                return under_way, visit(listed[i], read(listed[i], scores)[1], carry)
 
-            under_way = [load(listed[i])[1] for i in range(AT_ONCE)]
+            under_way = [load(listed[i]) for i in range(AT_ONCE)]
             return lax.fori_loop(0, length, one, (under_way, carry))[1]
 
         def survey(length, weigh, bounds, low, high):
@@ -257,7 +262,7 @@ def filter_ends_mosaic(
                 return after, jnp.where(is_here, chunk, chosen), jnp.where(is_here, wanted - before, left)
 
             _, chunk, left = over_chunks(list_chunks(magnitude + 1), visit, (jnp.int32(0),) * 3)
-            ids, bits = load(chunk)
+            ids, bits = read(chunk, load(chunk))
             ties = is_tie(bits)
 
             def bit(i, found):

@@ -8,10 +8,26 @@ from jaxtyping import Array, Float32
 
 from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.sampling.min_p import min_p
-from jaxrunner.sampling.temperature import is_sound
+from jaxrunner.sampling.temperature import is_sound, scale
 from jaxrunner.sampling.top_k import limit_of, top_k
 from jaxrunner.sampling.top_p import is_on, top_p
 from jaxrunner.state.sampling import SamplingState
+
+
+def scale_and_filter(
+    logits: Float32[Array, "B V"], params: SamplingState, *, implementation: Implementation = None
+) -> Float32[Array, "B V"]:
+    """`temperature.scale`, then `apply_filters`. Where the kernel filters, logits are read once less: the greatest of
+    its chunks give the row's as well."""
+    from jaxrunner.pallas import filters_mosaic
+
+    if not _takes_kernel(logits, implementation):
+        return apply_filters(scale(logits, params.temperature), params, implementation="xla")
+    best = filters_mosaic.best_of_chunks(logits)
+    highest = jnp.max(best, axis=-1, keepdims=True)
+    # What is greatest in a chunk stays it, and becomes the same number.
+    scaled, best = (scale(x, params.temperature, highest) for x in (logits, best))
+    return _mosaic(scaled, params, best)
 
 
 def apply_filters(
@@ -24,9 +40,16 @@ def apply_filters(
     """
     from jaxrunner.pallas import filters_mosaic
 
-    against = {"mosaic": filters_mosaic.reason_against(scaled.shape[1])}
-    run = _mosaic if resolve("filters", implementation, against) == "mosaic" else _xla
-    return run(scaled, params)
+    if _takes_kernel(scaled, implementation):
+        return _mosaic(scaled, params, filters_mosaic.best_of_chunks(scaled))
+    return _xla(scaled, params)
+
+
+def _takes_kernel(scores: Float32[Array, "B V"], implementation: Implementation) -> bool:
+    from jaxrunner.pallas import filters_mosaic
+
+    against = {"mosaic": filters_mosaic.reason_against(scores.shape[1])}
+    return resolve("filters", implementation, against) == "mosaic"
 
 
 def _xla(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array, "B V"]:
@@ -37,13 +60,12 @@ def _xla(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array,
     return top_p(scaled, jnp.where(sound, params.top_p, 0))
 
 
-def _mosaic(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array, "B V"]:
+def _mosaic(scaled: Float32[Array, "B V"], params: SamplingState, best: Float32[Array, "B N"]) -> Float32[Array, "B V"]:
     """See `apply_filters`. The masses of top_p are computed by the kernel's exp, which may differ in the last bit."""
     from jaxrunner.pallas import filters_mosaic
 
     # The sets have no gradient; the scores that are left do.
-    fixed, vocab_size = lax.stop_gradient(scaled), scaled.shape[1]
-    best = filters_mosaic.best_of_chunks(fixed)
+    fixed, best, vocab_size = lax.stop_gradient(scaled), lax.stop_gradient(best), scaled.shape[1]
     sound = is_sound(best)
     bound = jnp.where(sound & (params.min_p > 0), -jnp.log(params.min_p), jnp.inf)
     furthest = lax.bitcast_convert_type(jnp.abs(bound), jnp.int32)

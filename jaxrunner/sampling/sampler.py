@@ -14,7 +14,7 @@ from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.sampling.constraints import constrain, has_no_id
 from jaxrunner.sampling.custom import CustomRun
-from jaxrunner.sampling.filters import apply_filters
+from jaxrunner.sampling.filters import scale_and_filter
 from jaxrunner.sampling.history import History
 from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxrunner.sampling.packed_bits import pack_bits
@@ -78,9 +78,10 @@ def sample_tokens(
     scores = logits
     if Feature.DRAW in features:
         is_greedy = params.temperature < GREEDY_BELOW
-        scores = scale(logits, params.temperature)
         if Feature.FILTERS in features:
-            scores = apply_filters(scores, params, implementation=implementation)
+            scores = scale_and_filter(logits, params, implementation=implementation)
+        else:
+            scores = scale(logits, params.temperature)
         keys = row_keys(params.seed, position)
         drawn = jnp.argmax(scores + gumbel(keys, logits.shape[-1]), axis=-1).astype(jnp.int32)
         if custom is not None and no_id_left is not None:

@@ -9,13 +9,15 @@ GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would overflow (vLLM's `_SAMPLING_EPS`)."""
 
 
-def scale(logits: Float32[Array, "B V"], temperature: Float32[Array, "B"]) -> Float32[Array, "B V"]:
+def scale(
+    logits: Float32[Array, "B V"], temperature: Float32[Array, "B"], highest: Float32[Array, "B 1"] | None = None
+) -> Float32[Array, "B V"]:
     """(logits - their maximum) / temperature: 0 for the best id, less for all others; greedy rows undivided.
 
     Subtracting first keeps a small temperature from overflowing to infinity. A damaged row (NaN or +inf in it, or all
-    -inf) has no finite maximum and is only divided: see `is_sound`.
+    -inf) has no finite maximum and is only divided: see `is_sound`. highest: the maximum, if it is known.
     """
-    highest = jnp.max(logits, axis=-1, keepdims=True)
+    highest = jnp.max(logits, axis=-1, keepdims=True) if highest is None else highest
     return divide(logits - jnp.where(jnp.isfinite(highest), highest, 0.0), temperature)
 
 

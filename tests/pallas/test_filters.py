@@ -1,4 +1,4 @@
-"""`apply_filters`: the kernel leaves the ids that XLA's filters leave."""
+"""`scale_and_filter`: the kernel leaves the ids that XLA's filters leave."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from jaxrunner import SamplingParams
 from jaxrunner.errors import ImplementationError
 from jaxrunner.pallas import compat
-from jaxrunner.sampling.filters import apply_filters
+from jaxrunner.sampling.filters import apply_filters, scale_and_filter
 from jaxrunner.sampling.temperature import scale
 from tests.oracle import sampler as oracle
 from tests.sampling.rows import sampling_state
@@ -58,7 +58,7 @@ def run(implementation: str, logits: np.ndarray, asked: list[dict[str, float]]) 
 
     @jax.jit
     def filtered(logits):
-        return apply_filters(scale(logits, state.temperature), state, implementation=implementation)
+        return scale_and_filter(logits, state, implementation=implementation)
 
     return np.asarray(filtered(jnp.asarray(logits)))
 
