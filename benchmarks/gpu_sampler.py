@@ -151,7 +151,8 @@ class Inputs:
 def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
     rng = np.random.default_rng(0)
     keys = jax.random.split(jax.random.key(0), CALLS)
-    logits = [jax.jit(lambda k: jax.random.normal(k, (batch, vocab), jnp.bfloat16) * 3)(key) for key in keys]
+    # Drawn as float32: a bfloat16 draw has so few values that hundreds of ids would share the greatest.
+    logits = [jax.jit(lambda k: (jax.random.normal(k, (batch, vocab)) * 3).astype(jnp.bfloat16))(key) for key in keys]
     prompt_len = rng.integers(1, width // 2, batch)
     length = rng.integers(width // 2, width, batch)
     records, lists = [], np.zeros((batch, DEFAULT_LIST_SIZES.width), np.int32)

@@ -84,7 +84,8 @@ class BucketTable(Generic[P]):
             urgent = self.programs.by_urgency()
             order = {program: i for i, program in enumerate(urgent)}
             options: dict[str, Any] = {} if progress is False else {"report": progress}
-            options |= {"threads": threads, "processes": processes, "head": urgent[:FIRST_TOKEN_PROGRAMS]}
+            head = urgent[:FIRST_TOKEN_PROGRAMS]
+            options |= {"threads": threads, "processes": processes, "head": head[:-1], "then": head[-1:]}
             todo.sort(key=order.__getitem__)
             self._background = WarmUp(self.compiler, todo, self.entries, **options)
             self._background.start()

@@ -25,9 +25,11 @@ logger = logging.getLogger("jaxrunner")
 
 
 class WarmUp:
-    """programs: in the order in which they are wanted. head: those without which no request can be served; nothing else
-    is begun before they are there, unless somebody waits for it: with all cores at work each would take several times
-    as long. entries: where each executable is put as soon as it is there.
+    """programs: in the order in which they are wanted. head: those that a first token needs. then: those that the
+    second needs as well; they are lowered meanwhile and compiled after the head, because two compilations that generate
+    code for a GPU wait for each other. Nothing else is begun before all these are there, unless somebody waits for it:
+    with all cores at work each would take several times as long. entries: where each executable is put as soon as it is
+    there.
     threads: that compile, one a core by default. processes: that lower beside this one, see `default_processes`.
 
     `run` does it all and raises the first error. `start` does it in a thread of its own; `wait_for` then moves a
@@ -41,6 +43,7 @@ class WarmUp:
         entries: dict[Program, Entry],
         *,
         head: Iterable[Program] = (),
+        then: Iterable[Program] = (),
         threads: int | None = None,
         processes: int | None = None,
         report: Report = lambda done, total, name: None,
@@ -52,6 +55,8 @@ class WarmUp:
         self._report = report
         self._futures: dict[Program, Future[Entry]] = {program: Future() for program in programs}
         self._head = [program for program in head if program in self._futures]
+        self._then = [program for program in then if program in self._futures]
+        self._held: list[LoweredProgram] = []
         self._to_lower: list[Program] = []
         self._begun: set[Program] = set()
         self._urgent: list[Program] = []
@@ -144,12 +149,16 @@ class WarmUp:
             return program
 
     def _candidate(self, helps: bool) -> Program | None:
-        """What may be lowered now. A process that helps begins after the head, which would wait for it to start."""
-        missing = [program for program in self._head if not self._futures[program].done()]
+        """What may be lowered now. A process that helps begins after the first ones, which would wait for it to start."""
+        missing = [program for program in (*self._head, *self._then) if not self._futures[program].done()]
         if self._num_compiling > self._threads or (helps and missing):
             return None
         wanted = (*self._urgent, *(missing or self._to_lower))
         return next((program for program in wanted if program in self._to_lower), None)
+
+    @property
+    def _head_is_missing(self) -> bool:
+        return not all(self._futures[program].done() for program in self._head)
 
     @property
     def _may_come(self) -> bool:
@@ -209,11 +218,15 @@ class WarmUp:
         pool.submit(self._attempt, self._compile, self._compiler.lower(program))
 
     def _compile(self, lowered: LoweredProgram) -> None:
+        with self._changed:
+            if lowered.program in self._then and self._head_is_missing:
+                self._held.append(lowered)
+                return
         if self.error is None:
-            self._ready(self._compiler.compile(lowered))
+            entry = self._compiler.compile(lowered)
             with self._changed:
                 self._num_compiling -= 1
-                self._changed.notify_all()
+            self._ready(entry)
 
     def _ready(self, entry: Entry) -> None:
         with self._changed:
@@ -222,6 +235,10 @@ class WarmUp:
                 self._futures[entry.program].set_result(entry)
                 self._num_done += 1
                 self._report(self._num_done, len(self._futures), str(entry.program))
+            self._changed.notify_all()
+            held, self._held = self._held, []
+        for lowered in held:
+            self._compile(lowered)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

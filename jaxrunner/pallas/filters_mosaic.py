@@ -6,6 +6,8 @@ before N_BOUNDS bounds at once and finds the least and the greatest magnitude of
 passes end at one value; if many ids have it, one more pass counts them. The row does not fit on chip, but few of its
 chunks matter: the least magnitude of each is known, and only those are read that reach into the range. With top_k
 of 50 these are 50 of 250 from the beginning: the k-th id cannot come after the k-th least of the chunks' magnitudes.
+Little more than k ids come before that. They are gathered in one pass and kept on chip, where all others search: a lane
+keeps the least it has seen. If a lane had to drop one, the passes go over the chunks, as they do without top_k.
 
 A CTA is one warpgroup: those of a CTA would share the scratch memory through which JAX sums up a vector.
 """
@@ -23,8 +25,11 @@ from jaxrunner.sampling.top_p import UNIT_BITS, WORD, mass_exponent, mass_limit,
 
 CHUNK = 512
 N_BOUNDS = 8
-AT_ONCE = 6
-"""Chunks that are on their way from memory."""
+AT_ONCE = 4
+"""Chunks that are visited together, while as many more are on their way from memory; and how many ids a lane keeps."""
+OPAQUE = True
+MOST_GATHERED = 256
+"""Ids of a top_k that are gathered; with more of them lanes would drop some too often."""
 NOTED_AT_ONCE = 8
 MOST_PASSES = 40
 INFINITE, MAX = 0x7F800000, 0x7FFFFFFF
@@ -58,7 +63,7 @@ def filter_ends_mosaic(
     num_places = nearest.shape[1]
 
     def sampling_filter(scaled_ref, nearest_ref, furthest_ref, count_ref, mass_ref, magnitude_ref, end_ref, *scratch):
-        listed, magnitude_of, bounds_of = scratch
+        listed, magnitude_of, bounds_of, *gathered_of = scratch
         row = lax.axis_index("cta")
 
         def vector(value):
@@ -66,6 +71,10 @@ def filter_ends_mosaic(
 
         zero = vector(0)
         place = compat.iota(CHUNK)
+
+        def times(number):
+            """A number of turns that the compiler does not see: it would unroll each of these loops."""
+            return number + jnp.minimum(count_ref[row], 0) if OPAQUE else number
 
         def start_of(chunk):
             return jnp.minimum(chunk * CHUNK, vocab_size - CHUNK)
@@ -92,24 +101,65 @@ def filter_ends_mosaic(
                     length = length + (magnitude < stop).astype(jnp.int32)
                 return length
 
-            length = lax.fori_loop(0, num_places // NOTED_AT_ONCE, note, jnp.int32(0))
-            for i in range(AT_ONCE):
+            length = lax.fori_loop(0, times(num_places // NOTED_AT_ONCE), note, jnp.int32(0))
+            for i in range(2 * AT_ONCE):
                 listed[length + i] = jnp.int32(num_chunks)  # behind the last: nothing
             compat.commit()
             return length
 
-        def over_chunks(length, visit, carry):
-            """visit(chunk, magnitudes, carry) over all chunks of the list, in their order."""
+        def over_chunks(length, visit, carry, gathered=False):
+            """visit(chunk, magnitudes, carry) over all chunks of the list, in their order, or over what is gathered."""
 
-            def one(i, carry):
-                (scores, *under_way), carry = carry
-                under_way.append(load(listed[i + AT_ONCE]))
-                return under_way, visit(listed[i], read(listed[i], scores)[1], carry)
+            def loaded(chunks):
+                chunks = [listed[chunk] for chunk in chunks]
+                if gathered is False:
+                    return [load(chunk) for chunk in chunks]
+                return lax.cond(gathered, kept, lambda: [load(chunk) for chunk in chunks])
 
-            under_way = [load(listed[i]) for i in range(AT_ONCE)]
-            return lax.fori_loop(0, length, one, (under_way, carry))[1]
+            def some(i, carry):
+                scores, carry = carry
+                first = i * AT_ONCE
+                # All of them a round ahead: a register that is passed on waits for what is loaded into it.
+                following = loaded([first + AT_ONCE + n for n in range(AT_ONCE)])
+                for n, each in enumerate(scores):
+                    chunk = listed[first + n]
+                    carry = visit(chunk, read(chunk, each)[1], carry)
+                return following, carry
 
-        def survey(length, weigh, bounds, low, high):
+            rounds = lax.div(length + AT_ONCE - 1, jnp.int32(AT_ONCE))
+            return lax.fori_loop(0, rounds, some, (loaded(range(AT_ONCE)), carry))[1]
+
+        def kept():
+            """What is gathered, as scores."""
+            return [-lax.bitcast_convert_type(compat.load(ref, layout=wide), jnp.float32) for ref in gathered_of]
+
+        def gather(length, top):
+            """(whether all ids before `top` are gathered, the length of the list, which then are the places of them)"""
+
+            def visit(_, bits, carry):
+                bits = jnp.where(bits < vector(top), bits, vector(INFINITE))
+                places = []
+                for least in carry:
+                    places.append(jnp.minimum(least, bits))
+                    bits = jnp.maximum(least, bits)
+                return places
+
+            *least, dropped = over_chunks(length, visit, [vector(INFINITE)] * (AT_ONCE + 1))
+            is_whole = jnp.min(dropped) == INFINITE
+            for ref, bits in zip(gathered_of, least, strict=True):
+                ref[...] = bits
+
+            def list_places():
+                compat.commit()  # no thread reads the old list any more
+                for n in range(2 * AT_ONCE):
+                    listed[n] = jnp.int32(n if n < AT_ONCE else num_chunks)
+                return jnp.int32(AT_ONCE)
+
+            length = lax.cond(is_whole, list_places, lambda: length)
+            compat.commit()
+            return is_whole, length
+
+        def survey(length, gathered, weigh, bounds, low, high):
             """(weight below each bound and below high, least and greatest magnitude in low..high - 1)."""
             bounds = [*bounds, high]
 
@@ -123,7 +173,7 @@ def filter_ends_mosaic(
                 first = jnp.minimum(first, jnp.where(bits >= vector(low), bits, vector(MAX)))
                 return sums, first, jnp.maximum(last, jnp.where(bits < vector(high), bits, zero))
 
-            sums, first, last = over_chunks(length, visit, ((zero,) * len(bounds), vector(MAX), zero))
+            sums, first, last = over_chunks(length, visit, ((zero,) * len(bounds), vector(MAX), zero), gathered)
             return [jnp.sum(total) for total in sums], jnp.min(first), jnp.max(last)
 
         def bounds_in(low, high, number):
@@ -171,7 +221,7 @@ def filter_ends_mosaic(
                 number = jnp.sum(jnp.where(values < spread(candidate), spread(1), spread(0)))
                 return jnp.where(number < limit, candidate, found)
 
-            return lax.fori_loop(0, 15, bit, jnp.int32(0)) | 0xFFFF
+            return lax.fori_loop(0, times(15), bit, jnp.int32(0)) | 0xFFFF
 
         def ratio_of(bits):
             return jnp.exp(-lax.bitcast_convert_type(bits, jnp.float32))
@@ -186,7 +236,7 @@ def filter_ends_mosaic(
         def one_of(weigh, magnitude):
             return jnp.max(weigh(vector(magnitude)))
 
-        def prefix_mass(length, reach, ties):
+        def prefix_mass(length, gathered, reach, ties):
             """(scale of masses, how many ids at `reach` count) of what is before it and the first `ties` of them."""
             strict = jnp.minimum(reach, WEIGHTLESS + 1)
             in_units = masses(UNIT_BITS)
@@ -196,7 +246,7 @@ def filter_ends_mosaic(
                 here = words_of(jnp.where(bits < vector(strict), in_units(bits), zero))
                 return high + here[0], low + here[1], equal + jnp.where(bits == vector(reach), vector(1), zero)
 
-            sums = over_chunks(length, visit, (zero, zero, zero))
+            sums = over_chunks(length, visit, (zero, zero, zero), gathered)
             high, low, equal = (jnp.sum(x) for x in sums)
             equal = jnp.where(reach < WEIGHTLESS, jnp.minimum(equal, ties), 0)
             here = words_of(one_of(in_units, reach))
@@ -205,8 +255,8 @@ def filter_ends_mosaic(
         def shorten(stage, prefix):
             """The prefix that top_k (stage 0) or top_p (stage 1) leaves. (reach, ties, every): all ids before the
             magnitude `reach` and the first `ties` of those that have it, of `every` or, if MAX, of nobody knows how
-            many."""
-            reach, ties, _ = prefix
+            many. gathered: whether all of these are on chip."""
+            reach, ties, _, gathered = prefix
             counts = stage == 0
             limit = count_ref[row]
             top = lax.cond(
@@ -215,9 +265,12 @@ def filter_ends_mosaic(
                 lambda: jnp.minimum(reach, WEIGHTLESS + 1),
             )
             # One more, for those at `reach` itself.
-            length = list_chunks(jnp.where(counts, top, jnp.minimum(top, INFINITE) + 1))
+            stop = jnp.where(counts, top, jnp.minimum(top, INFINITE) + 1)
+            length = lax.cond(gathered, lambda: jnp.int32(AT_ONCE), lambda: list_chunks(stop))
+            few = counts & (limit <= min(MOST_GATHERED, num_chunks)) & (top <= INFINITE)
+            gathered, length = lax.cond(few, lambda: gather(length, top), lambda: (gathered, length))
             exponent, equal = lax.cond(
-                counts, lambda: (jnp.int32(0), jnp.int32(0)), lambda: prefix_mass(length, reach, ties)
+                counts, lambda: (jnp.int32(0), jnp.int32(0)), lambda: prefix_mass(length, gathered, reach, ties)
             )
             weigh_mass = masses(exponent)
 
@@ -227,7 +280,7 @@ def filter_ends_mosaic(
             def one(carry):
                 number, low, high, below_low, below_high, limit = carry
                 bounds = bounds_in(low, high, number)
-                weights, first, last = survey(length, weigh, bounds, low, high)
+                weights, first, last = survey(length, gathered, weigh, bounds, low, high)
                 # The first pass also weighs the whole prefix, of which top_p wants a part.
                 total = weights[-1] + equal * one_of(weigh, reach)
                 part = mass_limit(mass_ref[row], total)
@@ -247,7 +300,7 @@ def filter_ends_mosaic(
             each = jnp.maximum(one_of(weigh, magnitude), 1)
             number = lax.div(limit - before + each - 1, each)
             every = jnp.where(is_inside, lax.div(below_high - before, each), MAX)
-            return magnitude, jnp.where(is_inside, number, jnp.minimum(equal, number)), every
+            return magnitude, jnp.where(is_inside, number, jnp.minimum(equal, number)), every, gathered
 
         def nth_tie(magnitude, wanted):
             """The id after the `wanted`-th one that has this magnitude."""
@@ -270,20 +323,20 @@ def filter_ends_mosaic(
                 number = jnp.sum(jnp.where(ids < vector(chunk * CHUNK + candidate), ties, zero))
                 return jnp.where(number < left, candidate, found)
 
-            return chunk * CHUNK + lax.fori_loop(0, 10, bit, jnp.int32(0)) + 1
+            return chunk * CHUNK + lax.fori_loop(0, times(10), bit, jnp.int32(0)) + 1
 
         def filtered():
             def stage(number, prefix):
-                reach, ties, every = prefix
+                reach, ties, every, gathered = prefix
                 far = furthest_ref[row]
                 is_nearer = (far < reach) & (number == 1)
                 reach = jnp.where(is_nearer, far, reach)
-                prefix = reach, jnp.where(is_nearer, MAX, ties), jnp.where(is_nearer, MAX, every)
+                prefix = reach, jnp.where(is_nearer, MAX, ties), jnp.where(is_nearer, MAX, every), gathered
                 is_on = jnp.where(number == 0, count_ref[row] < vocab_size, mass_ref[row] < 1.0)
                 return lax.cond(is_on, lambda: shorten(number, prefix), lambda: prefix)
 
-            everything = (jnp.int32(INFINITE + 1), jnp.int32(0), jnp.int32(MAX))
-            reach, ties, every = lax.fori_loop(0, 2, stage, everything)
+            everything = (jnp.int32(INFINITE + 1), jnp.int32(0), jnp.int32(MAX), jnp.bool_(False))
+            reach, ties, every, _ = lax.fori_loop(0, times(2), stage, everything)
             end = lax.cond(ties < every, lambda: nth_tie(reach, ties), lambda: jnp.int32(vocab_size))
             return reach, end
 
@@ -295,7 +348,8 @@ def filter_ends_mosaic(
         magnitude_ref[row] = magnitude
         end_ref[row] = end
 
-    scratch: list[Any] = [compat.words((n,)) for n in (num_places + AT_ONCE, num_places, compat.LANES)]
+    scratch: list[Any] = [compat.words((n,)) for n in (num_places + 2 * AT_ONCE, num_places, compat.LANES)]
+    scratch += [compat.words((CHUNK,))] * AT_ONCE
     magnitude, end = compat.kernel(
         sampling_filter,
         out_type=[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2,

@@ -10,6 +10,7 @@ and write the row dozens of times.
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 CHUNKS = (512, 32, 4)
@@ -53,11 +54,18 @@ def _by_place(values: Int32[Array, "B W"], place: Int32[Array, "B W"], count: in
 
 
 def _ranks(scores: Float32[Array, "B W"]) -> Int32[Array, "B W"]:
-    """How many entries of the row stand before each one. One fused reduction: the comparisons are never stored."""
-    scores, place = _without_nan(scores), jnp.arange(scores.shape[1])
+    """How many entries of the row stand before each one. One fused reduction: the comparisons are never stored.
+
+    Of an odd number of entries, one more if need be, and apart from what they come from: else XLA may compare tiles so
+    large that compiling this one kernel takes a minute.
+    """
+    width = scores.shape[1]
+    scores = jnp.pad(_without_nan(scores), ((0, 0), (0, 1 - width % 2)), constant_values=-jnp.inf)
+    scores = lax.optimization_barrier(scores)
+    place = jnp.arange(scores.shape[1])
     other, own = scores[:, None, :], scores[:, :, None]
     is_before = (other > own) | ((other == own) & (place < place[:, None]))
-    return jnp.sum(is_before, axis=2, dtype=jnp.int32)
+    return jnp.sum(is_before, axis=2, dtype=jnp.int32)[:, :width]
 
 
 def _without_nan(scores: Float32[Array, "B W"]) -> Float32[Array, "B W"]:

@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from jaxrunner import BucketTable, Ladder, init_state
+from jaxrunner.compile.compiler import LoweredProgram
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.programs import FIRST_TOKEN_PROGRAMS, Program, ProgramSet
 from jaxrunner.state.block_moves import MOVES_PER_CALL
@@ -30,13 +31,16 @@ def table_of(**options) -> BucketTable:
 
 
 class Stub:
-    """In place of a compiler: instant, but for the programs in `held`, which wait until `go` is set."""
+    """In place of a compiler: instant, but for lowering the programs in `held` and compiling those in `slow`, which
+    wait until `go` is set."""
 
     cache = programs = None
 
     def __init__(self, *held: Program):
         self.held, self.go, self.begun = held, threading.Event(), threading.Event()
+        self.slow: tuple[Program, ...] = ()
         self.lowered: list[Program] = []
+        self.compiled: list[Program] = []
 
     def cached(self, program):
         return False
@@ -46,10 +50,14 @@ class Stub:
         if program in self.held:
             self.begun.set()
             assert self.go.wait(60)
-        return program
+        return LoweredProgram(program, None, 0.0, 0.0)
 
-    def compile(self, program):
-        return Entry(program, None, compile_seconds=1.0)
+    def compile(self, todo):
+        self.compiled.append(todo.program)
+        if todo.program in self.slow:
+            self.begun.set()
+            assert self.go.wait(60)
+        return Entry(todo.program, None, compile_seconds=1.0)
 
     def trim_cache(self):
         pass
@@ -103,6 +111,20 @@ def test_nothing_is_begun_beside_what_a_first_token_needs(table):
     assert set(table.entries) == set(table.programs.all())
 
 
+def test_what_the_second_token_needs_is_lowered_meanwhile_and_compiled_after_the_first(table):
+    *head, then = table.programs.by_urgency()[:FIRST_TOKEN_PROGRAMS]
+    table.compiler.slow = (head[0],)
+    table.warm_up(background=True, threads=8)
+    assert table.compiler.begun.wait(60)
+    time.sleep(0.2)
+    assert table.compiler.lowered == [*head, then]
+    assert set(table.compiler.compiled) == set(head)
+    table.compiler.go.set()
+    assert table.get(then).program == then
+    table.join()
+    assert table.compiler.compiled[len(head)] == then
+
+
 def test_a_larger_one_in_work_is_waited_for_before_the_exact_one(table):
     table.compiler.held = (LARGE,)
     table.warm_up(background=True)
@@ -132,7 +154,7 @@ def test_one_at_a_time_and_no_bar(table):
 def test_no_more_is_lowered_than_can_be_compiled_soon(table):
     """Else a program that somebody waits for would stand behind all others."""
     full = threading.Event()
-    table.compiler.compile = lambda program: full.wait(60) and Entry(program, None)
+    table.compiler.compile = lambda todo: full.wait(60) and Entry(todo.program, None)
     table.warm_up(background=True, threads=1)
     last = table.programs.by_urgency()[-1]
     threading.Timer(0.3, full.set).start()

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrunner import SamplingParams
 from jaxrunner.errors import ImplementationError
-from jaxrunner.pallas import compat
+from jaxrunner.pallas import compat, filters_mosaic
 from jaxrunner.sampling.filters import apply_filters, scale_and_filter
 from jaxrunner.sampling.temperature import scale
 from tests.oracle import sampler as oracle
@@ -50,6 +50,8 @@ def logits_of(kind: str, rows: int, vocab: int, seed: int = 0) -> np.ndarray:
         logits[:] = 1.5
     if kind == "wide":
         logits *= 1e4
+    if kind == "one lane":
+        logits[:, 5 :: filters_mosaic.CHUNK] += 50  # more than it keeps
     return np.float32(logits)
 
 
@@ -81,6 +83,14 @@ def test_interpreted(kind):
     asked = list(ASKED[:8])
     with compat.interpreting():
         check(logits_of(kind, len(asked), VOCAB), asked)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("kind", ["ties", "one lane"])
+def test_a_small_top_k_of_a_wide_row_interpreted(kind):
+    asked = [{"top_k": 3}, {"top_k": 10, "top_p": 0.8}, {"top_k": 7, "min_p": 0.3}, {"top_k": 11}]
+    with compat.interpreting():
+        check(logits_of(kind, len(asked), 12 * filters_mosaic.CHUNK + 132), asked)
 
 
 @needs_mosaic
@@ -120,7 +130,7 @@ def test_scores_that_are_left_have_a_gradient():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["normal", "ties", "forbidden", "flat", "wide"])
+@pytest.mark.parametrize("kind", ["normal", "ties", "forbidden", "flat", "wide", "one lane"])
 @pytest.mark.parametrize("vocab", [512, 1284, 49_152, 128_256, 151_936])
 def test_mosaic_on_the_gpu(kind, vocab):
     asked = [each for each in ASKED for _ in range(3)]
