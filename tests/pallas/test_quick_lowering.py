@@ -12,10 +12,15 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrunner import SamplingParams
+from jaxrunner.compile.compiler import Compiler
+from jaxrunner.compile.lowering_process import exported
 from jaxrunner.pallas import compat
 from jaxrunner.pallas.attention import attention
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
+from jaxrunner.pallas.target import Target, tracing_for
 from jaxrunner.sampling.filters import apply_filters
+from tests.compile.test_compiler import programs_of
+from tests.compile.test_warm_up import ADMIT
 from tests.sampling.rows import sampling_state
 
 UNAVAILABLE = compat.unavailable_reason()
@@ -130,3 +135,19 @@ def test_another_jax_is_left_as_it_is(monkeypatch):
     monkeypatch.delattr(constraints, "saturate_divides_constraints_for_equal_vars")
     with compat.quick_lowering():
         assert layout_inference.find_assignments_for is find
+
+
+@pytest.mark.parametrize("lower", [exported, lambda programs, program: Compiler(programs).lower(program)])
+@pytest.mark.parametrize(("platform", "count"), [("gpu", 1), ("cpu", 0)])
+def test_programs_for_a_gpu_are_lowered_so(monkeypatch, lower, platform, count):
+    entered = []
+
+    @contextlib.contextmanager
+    def quick_lowering():
+        entered.append(platform)
+        yield
+
+    monkeypatch.setattr(compat, "quick_lowering", quick_lowering)
+    with tracing_for(Target(platform, "9.0" if count else "", None)):
+        lower(programs_of(), ADMIT)
+    assert len(entered) == count
