@@ -16,6 +16,7 @@ from jaxrunner.compile.executable_cache import ExecutableCache
 from jaxrunner.compile.options import compiler_options, other_options
 from jaxrunner.compile.programs import Program, Programs
 from jaxrunner.device_memory import return_freed_memory
+from jaxrunner.pallas.implementation import quick_lowering
 
 logger = logging.getLogger("jaxrunner")
 
@@ -73,7 +74,8 @@ class Compiler:
         started = time.perf_counter()
         traced = self.programs.trace(program)
         between = time.perf_counter()
-        lowered = traced.lower()
+        with quick_lowering():
+            lowered = traced.lower()
         return LoweredProgram(program, lowered, between - started, time.perf_counter() - between)
 
     def compile(self, todo: LoweredProgram) -> Entry:

@@ -1,6 +1,6 @@
 """Tracing and lowering in a process of its own, because Python does not get faster with threads.
 
-A Mosaic kernel takes Python a second or two to lower, and every bucket has kernels of its own; XLA's part of the work,
+A Mosaic kernel takes Python up to a second to lower, and every bucket has kernels of its own; XLA's part of the work,
 in threads, would wait for that. The process sees no device: it traces for the described one and sends each program back
 as an exported StableHLO module (`jax.export`), which its parent lowers again in milliseconds and compiles.
 """
@@ -23,6 +23,7 @@ import jax.export
 from jaxrunner.compile.compiler import LoweredProgram
 from jaxrunner.compile.programs import Program, Programs
 from jaxrunner.pallas.custom_attention import custom
+from jaxrunner.pallas.implementation import quick_lowering
 from jaxrunner.pallas.target import Target, target, tracing_for
 from jaxrunner.sampling.custom import NO_CUSTOM
 
@@ -130,7 +131,8 @@ def exported(programs: Programs, program: Program) -> Reply:
     jitted = jax.jit(flat)
     jitted.trace(*leaves)  # which the export finds traced
     between = time.perf_counter()
-    module = jax.export.export(jitted, platforms=[platform], disabled_checks=allowed)(*leaves).serialize()
+    with quick_lowering():
+        module = jax.export.export(jitted, platforms=[platform], disabled_checks=allowed)(*leaves).serialize()
     results = jax.tree.unflatten(outputs[-1], range(outputs[-1].num_leaves))
     return Reply(bytes(module), results, between - started, time.perf_counter() - between)
 

@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,10 +117,99 @@ def lower_for_cuda(
     """
     device = jax.sharding.AbstractDevice(device_kind=device_kind, platform="gpu", num_cores=num_cores)
     with (
+        quick_lowering(),
         _refusing_short_swizzled_tiles(),
         jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)),
     ):
         return jax.jit(f).trace(*avals).lower(lowering_platforms=("cuda",))
+
+
+_lowering = threading.Lock()
+_restore = contextlib.ExitStack()
+_threads_lowering = 0
+
+
+@contextlib.contextmanager
+def quick_lowering() -> Iterator[None]:
+    """Mosaic kernels lowered inside come out the same, bit for bit, in about half the time.
+
+    JAX's layout inference assigns one layout at a time and goes through all constraints after each, prints operations
+    to put them in order, and derives the same layouts and transfers over and over. Here, what the kernel's own layout
+    casts lead to is assigned at once, and what was derived is remembered until the lowering is over. Where casts
+    contradict each other JAX searches as ever; a JAX without one of these functions is left as it is. Several threads
+    may be inside; what others lower meanwhile comes out the same, too.
+    """
+    global _threads_lowering
+    if unavailable_reason():
+        yield
+        return
+    with _lowering:
+        if not _threads_lowering:
+            for owner, name, quicker in _quicker_functions():
+                _restore.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, quicker)
+        _threads_lowering += 1
+    try:
+        yield
+    finally:
+        with _lowering:
+            _threads_lowering -= 1
+            if not _threads_lowering:
+                _restore.close()
+
+
+def _quicker_functions() -> list[tuple[Any, str, Any]]:
+    """(owner, name, what to put there) of parts of JAX 0.11; empty where one of them is missing."""
+    try:
+        from jax.experimental.mosaic.gpu import constraints, fragmented_array, layout_inference, layouts
+
+        saturate = constraints.saturate_divides_constraints_for_equal_vars
+        find = layout_inference.find_assignments_for
+        candidates = layout_inference._extract_variable_assignments_from_constraints
+        transfer, tiled = constraints.IsTransferableSmemRegisters, fragmented_array.TiledLayout
+        derived = [(transfer, "_constant_holds"), (tiled, "canonicalize"), (layouts, "from_layout_attr")]
+        remembered = [(owner, name, functools.cache(getattr(owner, name))) for owner, name in derived]
+    except (ImportError, AttributeError):
+        return []
+
+    def is_untiled(layout):
+        return isinstance(layout, constraints.RegisterLayout) and not isinstance(layout.value, tiled)
+
+    def follow_casts(system, arch):
+        """The system with all that layout casts lead to, in the search's order; None where they contradict."""
+        while not isinstance(system := constraints.reduce(system), constraints.Unsatisfiable):
+            casts = [c for c in system.constraints if isinstance(c, constraints.Relayout)]
+            others = [c for c in system.constraints if not isinstance(c, constraints.Relayout)]
+            by_casts: dict[bool, dict[Any, Any]] = {False: {}, True: {}}
+            for value, layout in candidates(casts, arch):
+                by_casts[is_untiled(layout)].setdefault(value, layout)
+            assignments = by_casts[False]
+            if not assignments and all(is_untiled(layout) for _, layout in candidates(others, arch)):
+                assignments = by_casts[True]  # which the search tries when no tiled layout is left to try
+            if not assignments:
+                return system
+            if not all(constraints.is_valid_assignment(*assignment) for assignment in assignments.items()):
+                return None
+            system = constraints.ConstraintSystem(assignments=assignments) & system
+        return None
+
+    def find_quickly(unknowns, system, **search):
+        if isinstance(unknowns, dict):  # the search calls itself
+            return find(unknowns, system, **search)
+        unknowns = dict.fromkeys(unknowns)  # it looks each value up in them
+        if (followed := follow_casts(system, search["arch"])) is not None:
+            with contextlib.suppress(ValueError):  # it has searched for too long
+                solution = find(unknowns, saturate(followed), **search)
+                if not isinstance(solution[0], constraints.Unsatisfiable):
+                    return solution
+        return find(unknowns, saturate(system), **search)
+
+    return [
+        # The last step before the search, which prints operations: done by `find_quickly`, when there is little left.
+        (constraints, "saturate_divides_constraints_for_equal_vars", lambda system: system),
+        (layout_inference, "find_assignments_for", find_quickly),
+        *remembered,
+    ]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ the user's own, see `jaxrunner.pallas.custom_attention`. `choice_table()` prints
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -122,6 +123,15 @@ def mosaic_unavailable() -> str | None:
     from jaxrunner.pallas import compat
 
     return compat.unavailable_reason()
+
+
+def quick_lowering() -> contextlib.AbstractContextManager[None]:
+    """`compat.quick_lowering` for a GPU; elsewhere nothing, and Mosaic is not imported."""
+    if target().platform != "gpu":
+        return contextlib.nullcontext()
+    from jaxrunner.pallas import compat
+
+    return compat.quick_lowering()
 
 
 def triton_refusal() -> str | None:
