@@ -178,14 +178,36 @@ def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
     )
 
 
-def sampler(case: Case, logits: jax.Array, params, position, history, bitmask) -> tuple[Sampled, jax.Array | None]:
+def sampler(tier: Tier, reports: Reports, logits, params, position, history, bitmask) -> tuple[Sampled, Any]:
     """What a step does with bfloat16 logits: (tokens and what belongs to them, NaN of each row if they are counted)."""
     wide = logits.astype(jnp.float32)
     if bitmask is not None:
         wide = mask_by_grammar(wide, bitmask)
-    counts = case.reports.nan_check != "off"
+    counts = reports.nan_check != "off"
     num_nans = count_nans(wide, jnp.ones(len(wide), bool)) if counts else None
-    return sample_tokens(wide, params, position, tier=case.runs_in, history=history), num_nans
+    return sample_tokens(wide, params, position, tier=tier, history=history), num_nans
+
+
+@functools.cache
+def one(tier: Tier, reports: Reports):
+    """The sampler as a program. Rows that differ in what their requests ask for run the same one, as in an engine."""
+    return jax.jit(functools.partial(sampler, tier, reports))
+
+
+@functools.cache
+def several(tier: Tier, reports: Reports):
+    """The same for each of some batches of logits, one after the other."""
+
+    @jax.jit
+    def calls(logits, params, position, history, bitmask):
+        outputs = []
+        for each in logits:
+            if outputs:
+                each, outputs[-1] = jax.lax.optimization_barrier((each, outputs[-1]))
+            outputs.append(sampler(tier, reports, each, params, position, history, bitmask))
+        return outputs
+
+    return calls
 
 
 def check(case: Case, inputs: Inputs) -> str | None:
@@ -193,11 +215,11 @@ def check(case: Case, inputs: Inputs) -> str | None:
     count = min(CHECKED_ROWS, len(inputs.tokens))
     rows = slice(0, count)
     few = inputs.history._replace(rows=inputs.history.rows[rows], prompt_len=inputs.history.prompt_len[rows])
-    run = jax.jit(functools.partial(sampler, dataclasses.replace(case, tier="full")))
     arguments = inputs.logits[0][rows], inputs.params.take(jnp.arange(count)), inputs.position[rows], few
     arguments += (None if inputs.bitmask is None else inputs.bitmask[rows],)
-    masks = np.unpackbits(np.asarray(run(*arguments)[0].sampling_mask).view(np.uint8), axis=1, bitorder="little")
-    own = jax.jit(functools.partial(sampler, case))(*arguments)[0]
+    full = one("full", case.reports)(*arguments)[0]
+    masks = np.unpackbits(np.asarray(full.sampling_mask).view(np.uint8), axis=1, bitorder="little")
+    own = one(case.runs_in, case.reports)(*arguments)[0]
     for row, token in enumerate(np.asarray(own.token_ids)):
         logits = np.where(inputs.allowed[row], np.asarray(inputs.logits[0][row], np.float64), -np.inf)
         length = int(inputs.position[row])
@@ -250,20 +272,10 @@ def measure(case: Case, batch: int, vocab: int, width: int, times: dict[str, flo
         if wrong := check(case, inputs):
             return row | {"error": wrong}
         arguments = (inputs.logits, inputs.params, inputs.position, inputs.history, inputs.bitmask)
-
-        @jax.jit
-        def calls(logits, params, position, history, bitmask):
-            outputs = []
-            for each in logits:
-                if outputs:
-                    each, outputs[-1] = jax.lax.optimization_barrier((each, outputs[-1]))
-                outputs.append(sampler(case, each, params, position, history, bitmask))
-            return outputs
-
-        one = jax.jit(functools.partial(sampler, case)).lower(inputs.logits[0], *arguments[1:]).compile()
-        temporary = one.memory_analysis().temp_size_in_bytes
+        compiled = one(case.runs_in, case.reports).lower(inputs.logits[0], *arguments[1:]).compile()
+        temporary = compiled.memory_analysis().temp_size_in_bytes
         row["temp_ratio"] = round(temporary / (batch * vocab * 4), 2)
-        report.timed(row, calls, arguments, calls=CALLS, wall_runs=10)
+        report.timed(row, several(case.runs_in, case.reports), arguments, calls=CALLS, wall_runs=10)
         if "void" in row:
             return row
         times[prefix + case.name] = row["us"]

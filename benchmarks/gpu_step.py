@@ -4,8 +4,8 @@
 
 `decode/...`: one step is what `LLM.step` does with asynchronous scheduling: plan, packed upload, launch, then the
 tokens of the step before. Every request starts at a context of about 1010 tokens whose KV is taken as computed; 12
-steps warm up, 60 are timed. `prefill/...`: from the scheduling of new requests to their first tokens on the host, the
-whole prompts in one step. `decode_loop/...`: one step of `decode_loop`, LOOP_STEPS in a call. `decode/tiny-peer`: a
+steps warm up, 60 are timed. `.../sampled`: with temperature, top_k, top_p and all penalties. `prefill/...`: from the
+scheduling of new requests to their first tokens on the host, the whole prompts in one step. `decode_loop/...`: one step of `decode_loop`, LOOP_STEPS in a call. `decode/tiny-peer`: a
 model so small that the host bounds it, in turns between two runs of `benchmarks.calibration`.
 
 Each row says which implementation of each op its executables hold (`kernels`: calls in their text), and what memory
@@ -78,6 +78,16 @@ PEER = {1: 4.83, 8: 5.17, 32: 6.16, 64: 7.43, 128: 10.11, 256: 17.14}
 PREFILLS = {"1x8192": ((8192,), 169.0, 209.2), "4x2048": ((2048,) * 4, 158.0, 190.4)}
 """Name -> prompt lengths, floor, peer."""
 MOST_PREFILLS = max(len(lengths) for lengths, _, _ in PREFILLS.values())
+GREEDY = {"temperature": 0.0}
+SAMPLED = {
+    "temperature": 0.8,
+    "top_k": 50,
+    "top_p": 0.9,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.3,
+    "presence_penalty": 0.2,
+}
+SAMPLED_BATCH, SAMPLED_PEER = 256, 17.7
 TINY_PEER = {"fast": 5.08, "slow": 7.97}
 """Speed of the CPU -> peer."""
 Row = dict[str, Any]
@@ -101,8 +111,8 @@ class Engine:
         self.in_flight: deque = deque()
         self.names = (f"r{i}" for i in itertools.count())
 
-    def add(self, prompt: list[int], max_tokens: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    def add(self, prompt: list[int], max_tokens: int, asked: dict[str, Any] = GREEDY) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **asked)
         self.scheduler.add(Request(next(self.names), prompt, params))
 
     def step(self) -> None:
@@ -143,22 +153,25 @@ def seconds_of(run: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def decoding(model: Model, weights: Any, batch: int, context: int, steps: int) -> Engine:
-    """An engine whose `batch` requests all decode, warm."""
+def decoding(
+    model: Model, weights: Any, batch: int, context: int, steps: int, asked: dict[str, Any] = GREEDY
+) -> Engine:
+    """An engine whose `batch` requests all decode, warm. asked: what each request asks for."""
     tokens = WARM_UP + steps + 8
     blocks = batch * -(-(context + tokens) // BLOCK_SIZE) + 1
     config = RunnerConfig(batch, 2048, max(batch, 64), blocks, BLOCK_SIZE, async_scheduling=True)
-    ladder = Ladder((batch,), (max(batch, 64),), (batch,), tiers=("greedy",))
+    tiers = tuple(dict.fromkeys(("greedy", SamplingParams(**asked).tier)))
+    ladder = Ladder((batch,), (max(batch, 64),), (batch,), tiers=tiers)
     engine = Engine(model, weights, config, ladder, prefilled=True)
     for i in range(batch):
-        engine.add([(7 * i + j) % 30000 for j in range(context)], tokens)
+        engine.add([(7 * i + j) % 30000 for j in range(context)], tokens, asked)
     for _ in range(WARM_UP):
         engine.step()
     return engine
 
 
-def measure_decode(weights: Callable[[], Any], batch: int, row: Row) -> Row:
-    engine = decoding(LLAMA3_8B, weights(), batch, CONTEXT, STEPS)
+def measure_decode(weights: Callable[[], Any], batch: int, asked: dict[str, Any], row: Row) -> Row:
+    engine = decoding(LLAMA3_8B, weights(), batch, CONTEXT, STEPS, asked)
     with CompileCounter() as counter:
         times = [seconds_of(engine.step) for _ in range(STEPS)]
     return row | report.milliseconds(times) | engine.described() | void(counter)
@@ -241,7 +254,10 @@ def jobs(weights: Callable[[], Any]) -> list[Job]:
     result: list[Job] = []
     for batch in FLOOR:
         head = row(f"decode/llama3-8b/b{batch}/ctx1030/greedy", floor=FLOOR[batch], peer=PEER[batch])
-        result.append((head, partial(measure_decode, weights, batch), partial(check_decode, weights, batch)))
+        result.append((head, partial(measure_decode, weights, batch, GREEDY), partial(check_decode, weights, batch)))
+    head = row(f"decode/llama3-8b/b{SAMPLED_BATCH}/ctx1030/sampled", floor=FLOOR[SAMPLED_BATCH], peer=SAMPLED_PEER)
+    measure = partial(measure_decode, weights, SAMPLED_BATCH, SAMPLED)
+    result.append((head, measure, partial(check_decode, weights, SAMPLED_BATCH)))
     for name, (lengths, floor, peer) in PREFILLS.items():
         head = row(f"prefill/llama3-8b/{name}", floor=floor, peer=peer)
         result.append((head, partial(measure_prefill, weights, lengths), partial(check_prefill, weights, lengths)))

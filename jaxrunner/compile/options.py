@@ -9,8 +9,8 @@ import jax
 from jaxrunner.compile.buckets import Bucket
 
 LIBRARY_PRODUCTS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-"""Every matrix product by the library, in the way that the library itself holds for best. XLA would time its ways on the
-GPU, one executable after the other, and ran no step faster for it. XLA's own products are generated, many of each to
+"""Every matrix product by the library, in the way the library itself takes for the best. XLA would time some on the
+GPU, one executable after the other, and no step ran faster for it. XLA's own products are generated, many of each to
 choose from: that takes five times the processor time, which a start pays for every executable."""
 GENERATED_PAYS = 16
 """Decodes of up to so many rows ran faster with XLA's own products, on an H200 for the Llama-3-8B shape; see

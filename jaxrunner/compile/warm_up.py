@@ -149,7 +149,7 @@ class WarmUp:
             return program
 
     def _candidate(self, helps: bool) -> Program | None:
-        """What may be lowered now. A process that helps begins after the first ones, which would wait for it to start."""
+        """What may be lowered now. A process that helps begins after the first ones: they would wait for it."""
         missing = [program for program in (*self._head, *self._then) if not self._futures[program].done()]
         if self._num_compiling > self._threads or (helps and missing):
             return None

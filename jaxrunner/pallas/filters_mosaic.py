@@ -27,7 +27,6 @@ CHUNK = 512
 N_BOUNDS = 8
 AT_ONCE = 4
 """Chunks that are visited together, while as many more are on their way from memory; and how many ids a lane keeps."""
-OPAQUE = True
 MOST_GATHERED = 256
 """Ids of a top_k that are gathered; with more of them lanes would drop some too often."""
 NOTED_AT_ONCE = 8
@@ -72,10 +71,6 @@ def filter_ends_mosaic(
         zero = vector(0)
         place = compat.iota(CHUNK)
 
-        def times(number):
-            """A number of turns that the compiler does not see: it would unroll each of these loops."""
-            return number + jnp.minimum(count_ref[row], 0) if OPAQUE else number
-
         def start_of(chunk):
             return jnp.minimum(chunk * CHUNK, vocab_size - CHUNK)
 
@@ -101,7 +96,7 @@ def filter_ends_mosaic(
                     length = length + (magnitude < stop).astype(jnp.int32)
                 return length
 
-            length = lax.fori_loop(0, times(num_places // NOTED_AT_ONCE), note, jnp.int32(0))
+            length = lax.fori_loop(0, num_places // NOTED_AT_ONCE, note, jnp.int32(0))
             for i in range(2 * AT_ONCE):
                 listed[length + i] = jnp.int32(num_chunks)  # behind the last: nothing
             compat.commit()
@@ -204,6 +199,16 @@ def filter_ends_mosaic(
                 below_high = jnp.where(is_before, below_high, jnp.minimum(below_high, weight))
             return low, high, below_low, below_high
 
+        def greatest(bits, is_low):
+            """The greatest number of the bits from lowest to highest that `is_low`; so are all below it."""
+            lowest, highest = bits
+
+            def bit(i, found):
+                candidate = found | (jnp.int32(1) << (highest - i))
+                return jnp.where(is_low(candidate), candidate, found)
+
+            return lax.fori_loop(0, highest - lowest + 1, bit, jnp.int32(0))
+
         places = compat.strided(num_places)
 
         def nearest_chunks():
@@ -216,12 +221,10 @@ def filter_ends_mosaic(
             def spread(value):
                 return compat.repeated(jnp.asarray(value, jnp.int32), (num_places,), places)
 
-            def bit(i, found):
-                candidate = found | (jnp.int32(1) << (30 - i))
-                number = jnp.sum(jnp.where(values < spread(candidate), spread(1), spread(0)))
-                return jnp.where(number < limit, candidate, found)
+            def is_low(value):
+                return jnp.sum(jnp.where(values < spread(value), spread(1), spread(0))) < limit
 
-            return lax.fori_loop(0, times(15), bit, jnp.int32(0)) | 0xFFFF
+            return greatest((16, 30), is_low) | 0xFFFF
 
         def ratio_of(bits):
             return jnp.exp(-lax.bitcast_convert_type(bits, jnp.float32))
@@ -318,12 +321,10 @@ def filter_ends_mosaic(
             ids, bits = read(chunk, load(chunk))
             ties = is_tie(bits)
 
-            def bit(i, found):
-                candidate = found | (jnp.int32(1) << (9 - i))
-                number = jnp.sum(jnp.where(ids < vector(chunk * CHUNK + candidate), ties, zero))
-                return jnp.where(number < left, candidate, found)
+            def is_low(place):
+                return jnp.sum(jnp.where(ids < vector(chunk * CHUNK + place), ties, zero)) < left
 
-            return chunk * CHUNK + lax.fori_loop(0, times(10), bit, jnp.int32(0)) + 1
+            return chunk * CHUNK + greatest((0, CHUNK.bit_length() - 1), is_low) + 1
 
         def filtered():
             def stage(number, prefix):
@@ -336,7 +337,7 @@ def filter_ends_mosaic(
                 return lax.cond(is_on, lambda: shorten(number, prefix), lambda: prefix)
 
             everything = (jnp.int32(INFINITE + 1), jnp.int32(0), jnp.int32(MAX), jnp.bool_(False))
-            reach, ties, every, _ = lax.fori_loop(0, times(2), stage, everything)
+            reach, ties, every, _ = lax.fori_loop(0, 2, stage, everything)
             end = lax.cond(ties < every, lambda: nth_tie(reach, ties), lambda: jnp.int32(vocab_size))
             return reach, end
 
