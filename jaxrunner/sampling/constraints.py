@@ -13,7 +13,7 @@ from jaxrunner.sampling.custom import CustomRun
 from jaxrunner.sampling.history import History
 from jaxrunner.sampling.logit_bias import add_bias
 from jaxrunner.sampling.min_tokens import mask_stop_ids
-from jaxrunner.sampling.penalties import apply_penalties
+from jaxrunner.sampling.penalties import Penalties
 from jaxrunner.sampling.thinking import end_thinking
 from jaxrunner.state.sampling import SamplingState
 
@@ -30,13 +30,12 @@ def constrain(
     What a row does not ask for leaves it bit for bit. params: the rows' parameters in batch order. position: index the
     new token will have in its request. custom: the user's processors.
     """
-    logits = keep_allowed(logits, params.list_of("allowed_ids"))
+    raw, penalties = logits, Penalties.count(history, position, params, logits.shape[1])
+    # Lists come before penalties. They hold few ids, so all are penalised in one pass and those of the lists once more.
+    logits = keep_allowed(penalties.apply(raw), raw, penalties, params.list_of("allowed_ids"))
     bias = lax.bitcast_convert_type(params.list_of("bias_values"), jnp.float32)
-    logits = add_bias(logits, params.list_of("bias_ids"), bias)
+    logits = add_bias(logits, raw, penalties, params.list_of("bias_ids"), bias)
     logits = mask_stop_ids(logits, params.list_of("stop_ids"), params.min_len, position)
-    logits = apply_penalties(
-        logits, history, position, params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-    )
     words, place = params.list_of("bad_word_ids"), params.list_of("bad_word_place")
     logits = mask_bad_words(logits, history, position, words, place)
     logits, updates = custom.process(logits, asked=True) if custom else (logits, {})

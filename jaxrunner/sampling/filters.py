@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int32
 
 from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.sampling.min_p import min_p
@@ -14,46 +14,51 @@ from jaxrunner.sampling.top_p import is_on, top_p
 from jaxrunner.state.sampling import SamplingState
 
 
-def scale_and_filter(
-    logits: Float32[Array, "B V"], params: SamplingState, *, implementation: Implementation = None
-) -> Float32[Array, "B V"]:
-    """`temperature.scale`, then `apply_filters`. Where the kernel filters, logits are read once less: the greatest of
-    its chunks give the row's as well."""
-    from jaxrunner.pallas import filters_mosaic
+def chunk_maxima(
+    logits: Float32[Array, "B V"], *, implementation: Implementation = None
+) -> Float32[Array, "B N"] | None:
+    """The greatest logit of each chunk of the kernel that filters; None where XLA does.
 
-    if not _takes_kernel(logits, implementation):
-        return apply_filters(scale(logits, params.temperature), params, implementation="xla")
-    best = filters_mosaic.best_of_chunks(logits)
-    highest = jnp.max(best, axis=-1, keepdims=True)
-    # What is greatest in a chunk stays it, and becomes the same number.
-    scaled, best = (scale(x, params.temperature, highest) for x in (logits, best))
-    return _mosaic(scaled, params, best)
-
-
-def apply_filters(
-    scaled: Float32[Array, "B V"], params: SamplingState, *, implementation: Implementation = None
-) -> Float32[Array, "B V"]:
-    """scaled after min_p, top_k and top_p: -inf where a row's filter drops an id. Damaged rows stay as they are.
-
-    scaled: as `temperature.scale` leaves it. What is left is a prefix of the row, the best ids first and equal ones by
-    id. Raises ImplementationError where a named implementation cannot run.
+    Raises ImplementationError where a named implementation cannot run.
     """
     from jaxrunner.pallas import filters_mosaic
 
-    if _takes_kernel(scaled, implementation):
-        return _mosaic(scaled, params, filters_mosaic.best_of_chunks(scaled))
-    return _xla(scaled, params)
+    against = {"mosaic": filters_mosaic.reason_against(logits.shape[1])}
+    is_kernel = resolve("filters", implementation, against) == "mosaic"
+    return filters_mosaic.best_of_chunks(logits) if is_kernel else None
 
 
-def _takes_kernel(scores: Float32[Array, "B V"], implementation: Implementation) -> bool:
-    from jaxrunner.pallas import filters_mosaic
+def best_id(logits: Float32[Array, "B V"], maxima: Float32[Array, "B N"] | None) -> Int32[Array, "B"]:
+    """argmax of each row, the lowest id on a tie, the first NaN if there is one. With its chunks' maxima only one chunk
+    is read."""
+    if maxima is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    from jaxrunner.pallas.filters_mosaic import CHUNK
 
-    against = {"mosaic": filters_mosaic.reason_against(scores.shape[1])}
-    return resolve("filters", implementation, against) == "mosaic"
+    ids = jnp.argmax(maxima, axis=-1).astype(jnp.int32)[:, None] * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
+    values = jnp.take_along_axis(logits, ids, axis=1, mode="fill", fill_value=-jnp.inf)
+    return ids[:, 0] + jnp.argmax(values, axis=-1).astype(jnp.int32)
 
 
-def _xla(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array, "B V"]:
-    """See `apply_filters`; this is its specification."""
+def scale_and_filter(
+    logits: Float32[Array, "B V"], params: SamplingState, maxima: Float32[Array, "B N"] | None
+) -> Float32[Array, "B V"]:
+    """`temperature.scale`, then `apply_filters`. With its chunks' maxima the kernel filters, and the row's greatest is
+    known."""
+    if maxima is None:
+        return apply_filters(scale(logits, params.temperature), params)
+    highest = jnp.max(maxima, axis=-1, keepdims=True)
+    # What is greatest in a chunk stays it, and becomes the same number.
+    scaled, best = (scale(x, params.temperature, highest) for x in (logits, maxima))
+    return _mosaic(scaled, params, best)
+
+
+def apply_filters(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array, "B V"]:
+    """scaled after min_p, top_k and top_p: -inf where a row's filter drops an id. Damaged rows stay as they are.
+
+    scaled: as `temperature.scale` leaves it. What is left is a prefix of the row, the best ids first and equal ones by
+    id.
+    """
     sound = is_sound(scaled)
     scaled = min_p(scaled, jnp.where(sound, params.min_p, 0))
     scaled = top_k(scaled, jnp.where(sound, params.top_k, 0))

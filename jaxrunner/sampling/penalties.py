@@ -12,40 +12,56 @@ comes or comes back. A preempted, forked or replayed request needs nothing resto
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jaxrunner.sampling.history import History
+from jaxrunner.state.sampling import SamplingState
 
 SHORT, LONG = 1 << 16, 1 << 31
 """What an occurrence in the prompt adds to a word, or sets in one, that counts those in the output below it."""
 
 
-def apply_penalties(
-    logits: Float32[Array, "B V"],
-    history: History,
-    position: Int32[Array, "B"],
-    repetition: Float32[Array, "B"],
-    frequency: Float32[Array, "B"],
-    presence: Float32[Array, "B"],
-) -> Float32[Array, "B V"]:
-    """Penalised logits; rows without a penalty stay bit for bit.
+class Penalties(NamedTuple):
+    """Of B rows. words, unit: see `occurrences`. repetition, frequency, presence: f32[B]; 1, 0 and 0 are off."""
 
-    Of an id that the prompt or the output holds: logit / repetition if it is positive, else logit * repetition. Then
-    minus frequency * (times in the output), minus presence if it is in the output at all. Prompt and output part at
-    prompt_len, also in a request that came back with tokens of its own.
+    words: UInt32[Array, "B V"]
+    unit: int
+    repetition: Float32[Array, "B"]
+    frequency: Float32[Array, "B"]
+    presence: Float32[Array, "B"]
 
-    position: index of the new token, so the tokens before it count. repetition: 0 and 1 are off; frequency, presence:
-    0 is off. Source: Keskar et al. 2019 (CTRL) for the repetition penalty; vLLM for all three.
-    """
-    repetition = jnp.where(repetition <= 0, 1.0, repetition)
-    is_on = (repetition != 1) | (frequency != 0) | (presence != 0)
-    word, prompt_unit = occurrences(history, jnp.where(is_on, position, 0), logits.shape[1])
-    count = (word & (prompt_unit - 1)).astype(jnp.float32)
-    factor = jnp.where(word != 0, repetition[:, None], 1.0)
-    logits = jnp.where(logits > 0, logits / factor, logits * factor)
-    logits = logits - frequency[:, None] * count
-    return logits - jnp.where(count > 0, presence[:, None], 0.0)
+    @classmethod
+    def count(cls, history: History, position: Int32[Array, "B"], params: SamplingState, vocab_size: int) -> Penalties:
+        """position: index of the new token, so the tokens before it count. params: a repetition of 0 is off as well."""
+        repetition = jnp.where(params.repetition_penalty <= 0, 1.0, params.repetition_penalty)
+        frequency, presence = params.frequency_penalty, params.presence_penalty
+        is_on = (repetition != 1) | (frequency != 0) | (presence != 0)
+        words, unit = occurrences(history, jnp.where(is_on, position, 0), vocab_size)
+        return cls(words, unit, repetition, frequency, presence)
+
+    def apply(self, logits: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
+        """Penalised logits; rows without a penalty stay bit for bit.
+
+        Of an id that the prompt or the output holds: logit / repetition if it is positive, else logit * repetition.
+        Then minus frequency * (times in the output), minus presence if it is in the output at all. Prompt and output
+        part at prompt_len, also in a request that came back with tokens of its own.
+        Source: Keskar et al. 2019 (CTRL) for the repetition penalty; vLLM for all three.
+        """
+        return self._penalise(logits, self.words)
+
+    def apply_at(self, logits: Float32[Array, "B N"], column: Int32[Array, "B N"]) -> Float32[Array, "B N"]:
+        """`apply` for logits of some ids of each row. column: the ids; what is outside the vocabulary gives junk."""
+        return self._penalise(logits, jnp.take_along_axis(self.words, column, axis=1, mode="clip"))
+
+    def _penalise(self, logits: Float32[Array, "B N"], words: UInt32[Array, "B N"]) -> Float32[Array, "B N"]:
+        count = (words & (self.unit - 1)).astype(jnp.float32)
+        factor = jnp.where(words != 0, self.repetition[:, None], 1.0)
+        logits = jnp.where(logits > 0, logits / factor, logits * factor)
+        logits = logits - self.frequency[:, None] * count
+        return logits - jnp.where(count > 0, self.presence[:, None], 0.0)
 
 
 def occurrences(history: History, length: Int32[Array, "B"], vocab_size: int) -> tuple[UInt32[Array, "B V"], int]:

@@ -14,7 +14,7 @@ from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.sampling.constraints import constrain, has_no_id
 from jaxrunner.sampling.custom import CustomRun
-from jaxrunner.sampling.filters import scale_and_filter
+from jaxrunner.sampling.filters import best_id, chunk_maxima, scale_and_filter
 from jaxrunner.sampling.history import History
 from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxrunner.sampling.packed_bits import pack_bits
@@ -72,14 +72,15 @@ def sample_tokens(
         logits, updates = constrain(logits, params, position, history, custom)
     elif custom is not None:
         logits, updates = custom.process(logits, asked=False)
+    maxima = chunk_maxima(logits, implementation=implementation) if Feature.FILTERS in features else None
     if asked or custom is not None:
-        no_id_left = has_no_id(logits)
-    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        no_id_left = has_no_id(logits if maxima is None else maxima)
+    tokens = best_id(logits, maxima)
     scores = logits
     if Feature.DRAW in features:
         is_greedy = params.temperature < GREEDY_BELOW
         if Feature.FILTERS in features:
-            scores = scale_and_filter(logits, params, implementation=implementation)
+            scores = scale_and_filter(logits, params, maxima)
         else:
             scores = scale(logits, params.temperature)
         keys = row_keys(params.seed, position)

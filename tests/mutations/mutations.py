@@ -556,8 +556,8 @@ CONSTRAINTS = (
     Mutation(
         "allowed ids: rows that ask for nothing are emptied",
         "sampling/allowed_ids.py",
-        "jnp.where(is_id.any(axis=1, keepdims=True), -jnp.inf, logits)",
-        "jnp.full_like(logits, -jnp.inf)",
+        "jnp.where(is_id.any(axis=1, keepdims=True), -jnp.inf, penalised)",
+        "jnp.full_like(penalised, -jnp.inf)",
         (MIXTURE,),
     ),
     Mutation(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +10,7 @@ import pytest
 from jaxrunner import SamplingParams
 from jaxrunner.errors import ImplementationError
 from jaxrunner.pallas import compat, filters_mosaic
-from jaxrunner.sampling.filters import apply_filters, scale_and_filter
-from jaxrunner.sampling.temperature import scale
+from jaxrunner.sampling.filters import best_id, chunk_maxima, scale_and_filter
 from tests.oracle import sampler as oracle
 from tests.sampling.rows import sampling_state
 
@@ -55,12 +52,16 @@ def logits_of(kind: str, rows: int, vocab: int, seed: int = 0) -> np.ndarray:
     return np.float32(logits)
 
 
+def with_kernel(logits, state):
+    return scale_and_filter(logits, state, chunk_maxima(logits, implementation="mosaic"))
+
+
 def run(implementation: str, logits: np.ndarray, asked: list[dict[str, float]]) -> np.ndarray:
     state = sampling_state([SamplingParams(temperature=0.8, **each) for each in asked])
 
     @jax.jit
     def filtered(logits):
-        return scale_and_filter(logits, state, implementation=implementation)
+        return scale_and_filter(logits, state, chunk_maxima(logits, implementation=implementation))
 
     return np.asarray(filtered(jnp.asarray(logits)))
 
@@ -108,8 +109,8 @@ def test_lowers_to_one_kernel(rows, vocab):
     state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), sampling_state([SamplingParams()])
     )
-    scaled = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
-    text = compat.lower_for_cuda(functools.partial(apply_filters, implementation="mosaic"), scaled, state).as_text()
+    logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
+    text = compat.lower_for_cuda(with_kernel, logits, state).as_text()
     assert text.count(f"@{compat.CUSTOM_CALL}") == 1
 
 
@@ -124,9 +125,23 @@ def test_a_vocabulary_that_the_kernel_cannot_take_is_refused_by_name(vocab):
 def test_scores_that_are_left_have_a_gradient():
     state = sampling_state([SamplingParams(temperature=0.8, top_k=5)])
     with compat.interpreting():
-        scaled = scale(jnp.asarray(logits_of("normal", 1, 512)), state.temperature)
-        slope = jax.grad(lambda x: jax.nn.logsumexp(apply_filters(x, state, implementation="mosaic")))(scaled)
-        assert int((np.asarray(slope) > 0).sum()) == 5
+        slope = jax.grad(lambda x: jax.nn.logsumexp(with_kernel(x, state)))(jnp.asarray(logits_of("normal", 1, 512)))
+        assert int((np.asarray(slope) > 0).sum()) == 4, "all that are left but the best, which scores are told from"
+
+
+@needs_mosaic
+@pytest.mark.parametrize("vocab", [512, VOCAB])
+def test_the_best_id_by_chunks_is_the_argmax(vocab):
+    logits = logits_of("ties", 4, vocab)
+    logits[1, [7, vocab - 1]], logits[2], logits[3, -1] = 1e9, -np.inf, np.inf
+    with compat.interpreting():
+        check_best_ids(logits)
+
+
+def check_best_ids(logits: np.ndarray) -> None:
+    array = jnp.asarray(logits)
+    found = best_id(array, chunk_maxima(array, implementation="mosaic"))
+    np.testing.assert_array_equal(found, np.argmax(logits, axis=-1))
 
 
 @pytest.mark.gpu
@@ -149,3 +164,4 @@ def test_damaged_rows_are_left_alone_on_the_gpu():
     logits[0, 7], logits[1, 8], logits[2] = np.nan, np.inf, -np.inf
     asked = [{"top_k": 3, "top_p": 0.5, "min_p": 0.1}] * 3
     np.testing.assert_array_equal(run("mosaic", logits, asked), run("xla", logits, asked))
+    check_best_ids(logits)

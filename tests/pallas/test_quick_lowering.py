@@ -18,9 +18,9 @@ from jaxrunner.pallas import compat
 from jaxrunner.pallas.attention import attention
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.pallas.target import Target, tracing_for
-from jaxrunner.sampling.filters import apply_filters
 from tests.compile.test_compiler import programs_of
 from tests.compile.test_warm_up import ADMIT
+from tests.pallas.test_filters import with_kernel
 from tests.sampling.rows import sampling_state
 
 UNAVAILABLE = compat.unavailable_reason()
@@ -69,8 +69,7 @@ def filtered():
     """Vectors in strided layouts, and shared memory that no layout cast speaks of."""
     state = sampling_state([SamplingParams()])
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    scaled = jax.ShapeDtypeStruct((1, 512), jnp.float32)
-    return functools.partial(apply_filters, implementation="mosaic"), [scaled, state]
+    return with_kernel, [jax.ShapeDtypeStruct((1, 512), jnp.float32), state]
 
 
 def contradicting():
