@@ -105,8 +105,8 @@ def known_tokens(scheduler: Scheduler) -> dict[str, list[int]]:
 
 
 def known_ids(inputs: Inputs, tokens: Mapping[str, list[int]]) -> np.ndarray:
-    """i32[T], the input ids of a step whose requests have `tokens`: those at its positions, 0 in padding, and -1, which is
-    no id, past the tokens of a request.
+    """i32[T], the input ids of a step whose requests have `tokens`: those at its positions, 0 in padding, and -1, which
+    is no id, past the tokens of a request.
     """
     query_lens = inputs.arrays["query_lens"][: len(inputs.req_ids)]
     ends = np.cumsum(query_lens)

@@ -199,8 +199,9 @@ class HostRunner:
             self._admit(request)
         self._kept.forget(so.finished_req_ids | {r.req_id for r in so.scheduled_new_reqs})
         self.batch.condense()
-        for req_id, blocks in so.scheduled_cached_reqs.with_new_blocks():
-            self._append_blocks(self.batch.row_of[req_id], blocks)
+        cached = so.scheduled_cached_reqs
+        for place, blocks in cached.with_new_blocks():
+            self._append_blocks(self.batch.row_of[cached.req_ids[place]], blocks)
         self._tell()
 
     def prepare_inputs(
@@ -302,7 +303,7 @@ class HostRunner:
         return planned.metadata.asked._replace(piece=piece, prompts=prompts)
 
     def _check(self, so: SchedulerOutput) -> None:
-        self._checks.check(so, self.batch.row_of, self.batch.rows)
+        self._checks.check(so, self.batch, self.batch.rows)
         self._keep_arrays(so)
         for request in so.scheduled_new_reqs:
             self._kept.values(request)

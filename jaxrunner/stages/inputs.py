@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -36,11 +37,11 @@ class StepInput:
     def num_reqs(self) -> int:
         return len(self.idx_mapping)
 
-    @property
+    @functools.cached_property
     def num_tokens(self) -> int:
         return int(self.num_scheduled_tokens.sum())
 
-    @property
+    @functools.cached_property
     def max_query_len(self) -> int:
         return int(self.num_scheduled_tokens.max(initial=0))
 
@@ -57,9 +58,9 @@ class StepInput:
         """The upload for `bucket`, i32[n]. Raises CapacityError when the step does not fit, naming what is too many."""
         check_fits(self, bucket)
         check_block_writes(self.block_writes)
-        starts = np.zeros(bucket.num_reqs + 1, np.int32)
+        starts = np.full(bucket.num_reqs + 1, self.num_tokens, np.int32)
+        starts[0] = 0
         np.cumsum(self.num_scheduled_tokens, out=starts[1 : self.num_reqs + 1])
-        starts[self.num_reqs + 1 :] = starts[self.num_reqs]
         values: dict[str, np.ndarray | int | list] = {
             "num_reqs": self.num_reqs,
             "num_block_writes": len(self.block_writes),
@@ -72,6 +73,7 @@ class StepInput:
         return self.layout(bucket).pack(values)
 
 
+@functools.lru_cache
 def step_layout(bucket: Bucket, groups: tuple[KVGroup, ...], num_draft_slots: int = 0) -> Layout:
     """Sections of a step's upload. Blocks: as many as the bucket's tokens can newly touch, in every group."""
     sections: list[tuple[str, tuple[int, ...]]] = [

@@ -233,8 +233,8 @@ PADDING = (
     Mutation(
         "block writes: doubles are not noticed",
         "state/block_writes.py",
-        "len(np.unique(writes[:, :BLOCK], axis=0)) != len(writes)",
-        "len(np.unique(writes, axis=0)) != len(writes)",
+        "writes[:, GROUP])), :BLOCK]",
+        "writes[:, GROUP]))]",
         (WRITES + "test_two_writes_to_one_cell_are_refused",),
     ),
     Mutation(

@@ -1,0 +1,41 @@
+"""`BlockLists`: allocator blocks that join the tables of many requests, as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class BlockLists(NamedTuple):
+    """Of n requests, a list for each of G KV-cache groups. sizes: i32[n, G], blocks in each list. ids: i32[N], all
+    allocator block ids, request after request and within one group after group.
+    """
+
+    sizes: np.ndarray
+    ids: np.ndarray
+
+    @classmethod
+    def of(cls, block_ids: Sequence[Sequence[Sequence[int]]], num_groups: int) -> BlockLists:
+        """block_ids: of each request a list for each group, as `check_block_lists` wants them."""
+        lists = list(chain.from_iterable(block_ids))
+        sizes = np.fromiter(map(len, lists), np.int32, len(lists))
+        ids = np.fromiter(chain.from_iterable(lists), np.int32, int(sizes.sum()))
+        return cls(sizes.reshape(len(block_ids), num_groups), ids)
+
+
+def are_sound(block_ids: Sequence[Any], num_groups: int, num_blocks: int) -> bool:
+    """Whether `check_block_lists` accepts the lists of every request, and all blocks are in 1..num_blocks-1. One look
+    at all of them; False also where each of them has to be looked at.
+    """
+    if not set(map(type, block_ids)) <= {tuple, list} or not set(map(len, block_ids)) <= {num_groups}:
+        return False
+    lists = list(chain.from_iterable(block_ids))
+    if not set(map(type, lists)) <= {list, tuple}:
+        return False
+    ids = list(chain.from_iterable(lists))
+    if not set(map(type, ids)) <= {int} or not 0 < min(ids, default=1) <= max(ids, default=1) < num_blocks:
+        return False
+    return all(len(each) < 2 or len(set(each)) == len(each) for each in lists)
