@@ -21,21 +21,26 @@ class BlockLists(NamedTuple):
     def of(cls, block_ids: Sequence[Sequence[Sequence[int]]], num_groups: int) -> BlockLists:
         """block_ids: of each request a list for each group, as `check_block_lists` wants them."""
         lists = list(chain.from_iterable(block_ids))
-        sizes = np.fromiter(map(len, lists), np.int32, len(lists))
-        ids = np.fromiter(chain.from_iterable(lists), np.int32, int(sizes.sum()))
-        return cls(sizes.reshape(len(block_ids), num_groups), ids)
+        return cls._of_lists(lists, list(chain.from_iterable(lists)), num_groups)
 
+    @classmethod
+    def if_sound(cls, block_ids: Sequence[Any], num_groups: int, num_blocks: int) -> BlockLists | None:
+        """`of` these, if `check_block_lists` accepts the lists of every request and all blocks are in 1..num_blocks-1.
+        One look at all of them; None also where each of them has to be looked at.
+        """
+        if not set(map(type, block_ids)) <= {tuple, list} or not set(map(len, block_ids)) <= {num_groups}:
+            return None
+        lists = list(chain.from_iterable(block_ids))
+        if not set(map(type, lists)) <= {list, tuple}:
+            return None
+        ids = list(chain.from_iterable(lists))
+        if not set(map(type, ids)) <= {int} or not 0 < min(ids, default=1) <= max(ids, default=1) < num_blocks:
+            return None
+        if not all(len(each) < 2 or len(set(each)) == len(each) for each in lists):
+            return None
+        return cls._of_lists(lists, ids, num_groups)
 
-def are_sound(block_ids: Sequence[Any], num_groups: int, num_blocks: int) -> bool:
-    """Whether `check_block_lists` accepts the lists of every request, and all blocks are in 1..num_blocks-1. One look
-    at all of them; False also where each of them has to be looked at.
-    """
-    if not set(map(type, block_ids)) <= {tuple, list} or not set(map(len, block_ids)) <= {num_groups}:
-        return False
-    lists = list(chain.from_iterable(block_ids))
-    if not set(map(type, lists)) <= {list, tuple}:
-        return False
-    ids = list(chain.from_iterable(lists))
-    if not set(map(type, ids)) <= {int} or not 0 < min(ids, default=1) <= max(ids, default=1) < num_blocks:
-        return False
-    return all(len(each) < 2 or len(set(each)) == len(each) for each in lists)
+    @classmethod
+    def _of_lists(cls, lists: list[Sequence[int]], ids: list[int], num_groups: int) -> BlockLists:
+        sizes = np.fromiter(map(len, lists), np.int32, len(lists)).reshape(-1, num_groups)
+        return cls(sizes, np.fromiter(ids, np.int32, len(ids)))

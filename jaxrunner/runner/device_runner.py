@@ -7,7 +7,6 @@ and a few counts (`HostRows`).
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +50,14 @@ from jaxrunner.state.runner_state import RunnerState
 from jaxrunner.timing.ranges import Annotate
 
 
+class Batch(NamedTuple):
+    """What a plan comes to, in batch order."""
+
+    req_ids: list[str]
+    inputs: StepInput
+    facts: RowFacts
+
+
 class Parked(NamedTuple):
     """A step between `execute_model` and `sample_tokens`. output is set when the whole step was launched.
 
@@ -91,7 +98,7 @@ class DeviceRunner:
         widths = [table.shape[1] for table in self.state.tables.block_table]
         self._prompts = PromptReports()
         self._host = HostRows(config.max_num_seqs + 1, self.groups)
-        self._last_facts: tuple[np.ndarray, int, RowFacts | None] = np.zeros(0, np.int32), 0, None
+        self._last: Batch | None = None
         declared = self.state.sampling.custom
         self._checks = PlanChecks(model, config, self.groups, widths, self.ladder.max_num_tokens, declared)
         self._seed = seed
@@ -127,10 +134,9 @@ class DeviceRunner:
                 self._apply_admissions([AdmitEntry(row=0, block_writes=writes)] if len(writes) else [])
                 return ModelRunnerOutput.with_kv_conn_output_only(None)
             with self.annotate("inputs"):
-                req_ids, inputs = self.build_inputs(columns, writes)
-                facts = self._facts(inputs.idx_mapping)
-                entry, upload = self._pack(inputs, has_grammar=facts.has_grammar)
-        self._parked = self._launch(entry, upload, req_ids, inputs, facts)
+                batch = self.build_inputs(columns, writes)
+                entry, upload = self._pack(batch)
+        self._parked = self._launch(entry, upload, batch)
         if self.config.check_invariants:
             audit(self.state)
         return None
@@ -184,9 +190,11 @@ class DeviceRunner:
             return no_block_writes()
         return self._host.append_blocks(columns.rows[growth.places], growth.blocks)
 
-    def build_inputs(self, columns: PlanColumns, block_writes: np.ndarray) -> tuple[list[str], StepInput]:
-        """(request ids in batch order, the step's input)."""
-        req_ids, counts = columns.req_ids, columns.num_tokens
+    def build_inputs(self, columns: PlanColumns, block_writes: np.ndarray) -> Batch:
+        """The step's input. Of a plan with the columns of the one before it is that one's, but for its blocks."""
+        req_ids, counts, last = columns.req_ids, columns.num_tokens, self._last
+        if last is not None and columns.rows is last.inputs.idx_mapping and counts is last.inputs.num_scheduled_tokens:
+            return Batch(req_ids, last.inputs.with_block_writes(block_writes), last.facts)
         if columns.is_plain:
             new = self.rows.take(req_ids[len(columns.rows) :])
             rows = np.concatenate([columns.rows, new]) if len(new) else columns.rows
@@ -194,36 +202,34 @@ class DeviceRunner:
             rows = self.rows.take(req_ids)
         if (order := batch_order(counts, self.ladder.query_len)) is not None:
             req_ids, rows, counts = [req_ids[i] for i in order.tolist()], rows[order], counts[order]
+        facts = self._host.facts(rows)
         inputs = StepInput(
             idx_mapping=rows,
             num_scheduled_tokens=counts,
             num_draft_tokens=np.zeros(len(rows), np.int32),
             groups=self.groups,
             block_writes=block_writes,
-            tier=self._facts(rows).tier,
+            tier=facts.tier,
             keeps_tokens=(asked := self._prompt_tokens(rows, counts)) is not None and len(asked.tokens) > 0,
         )
-        return req_ids, inputs
+        batch = Batch(req_ids, inputs, facts)
+        self._last = None if len(self._prompts) else batch
+        return batch
 
     def audit(self, *, shared_blocks: bool = False) -> None:
         """Raises InvariantError if the state breaks an invariant; see `jaxrunner.state.audit`."""
         audit(self.state, shared_blocks=shared_blocks)
 
-    def _facts(self, rows: np.ndarray) -> RowFacts:
-        """Of rows in batch order, which a steady decode hands over as the same array as the step before."""
-        known, version, facts = self._last_facts
-        if facts is None or known is not rows or version != self.rows.version:
-            facts = self._host.facts(rows)
-            self._last_facts = rows, self.rows.version, facts
-        return facts
-
-    def _pack(self, inputs: StepInput, *, has_grammar: bool) -> tuple[Entry, np.ndarray]:
+    def _pack(self, batch: Batch) -> tuple[Entry, np.ndarray]:
         """(the executable that will run, its upload). Block writes that do not fit into it go up before it."""
-        programs, bucket = self.table.programs, self.ladder.pick(inputs)
+        programs, inputs = self.table.programs, batch.inputs
+        bucket = self.ladder.pick(inputs)
         if len(inputs.block_writes) > block_write_capacity(bucket, self.groups):
             self._apply_admissions([AdmitEntry(row=0, block_writes=inputs.block_writes)])
-            inputs = dataclasses.replace(inputs, block_writes=no_block_writes())
-        entry = self._look_up(programs.first(bucket, has_grammar=has_grammar), real_tokens=inputs.num_tokens)
+            inputs = inputs.with_block_writes(no_block_writes())
+        entry = self._look_up(
+            programs.first(bucket, has_grammar=batch.facts.has_grammar), real_tokens=inputs.num_tokens
+        )
         assert entry.program.bucket is not None
         return entry, inputs.pack(entry.program.bucket)
 
@@ -231,17 +237,15 @@ class DeviceRunner:
         with self.annotate("lookup"):
             return self.table.get(program, real_tokens=real_tokens)
 
-    def _launch(
-        self, entry: Entry, upload: np.ndarray, req_ids: list[str], inputs: StepInput, facts: RowFacts
-    ) -> Parked:
+    def _launch(self, entry: Entry, upload: np.ndarray, batch: Batch) -> Parked:
         with self.annotate("forward", program=entry.program):
             self.state, result = self.table.call(entry, self.weights, self.state, upload)
         with self.annotate("bookkeeping"):
-            rows = inputs.idx_mapping
-            prompt = self._prompt_tokens(rows, inputs.num_scheduled_tokens)
-            samples = self._host.advance(rows, inputs.num_scheduled_tokens)
+            rows, counts = batch.inputs.idx_mapping, batch.inputs.num_scheduled_tokens
+            prompt = self._prompt_tokens(rows, counts)
+            samples = self._host.advance(rows, counts)
             pending, output = (None, result) if entry.program.kind == "step" else (result, None)
-        return Parked(req_ids, facts, output, pending, prompt, samples)
+        return Parked(batch.req_ids, batch.facts, output, pending, prompt, samples)
 
     def _complete(self, parked: Parked, grammar_output: GrammarOutput | None) -> AsyncOutput:
         """Launch what is left of the step."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, reduce
+from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrunner.contract import CachedRequestData, SchedulerOutput
+from jaxrunner.contract import SchedulerOutput
 from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.models.model import Model
 from jaxrunner.runner.admission import check_block_lists, check_new_request, check_scheduler_output
-from jaxrunner.runner.block_lists import are_sound
+from jaxrunner.runner.block_lists import BlockLists
 from jaxrunner.runner.config import RunnerConfig
 from jaxrunner.runner.plan_columns import Growth, PlainPlans, PlanColumns, RequestRows
 from jaxrunner.sampling_params import SamplingParams
@@ -61,8 +61,10 @@ class PlanChecks:
         if len(so.scheduled_new_reqs) > num_free + len(gone) + len(readded):
             raise CapacityError(f"more than max_num_seqs={self.config.max_num_seqs} requests at a time")
         self._check_new(so)
-        growth = self._check_growth(so.scheduled_cached_reqs, rows, counts)
-        columns = (columns or PlanColumns.of(so, rows))._replace(growth=growth)
+        if grown := so.scheduled_cached_reqs.with_new_blocks():
+            growth = self._check_growth(so.scheduled_cached_reqs.req_ids, grown, rows, counts)
+            columns = (columns or PlanColumns.of(so, rows))._replace(growth=growth)
+        columns = columns or PlanColumns.of(so, rows)
         self._check_cached(so.scheduled_cached_reqs.req_ids, columns, counts)
         if so.new_block_ids_to_zero or so.kv_cache_block_copies:
             named = [*(so.new_block_ids_to_zero or [])]
@@ -110,45 +112,46 @@ class PlanChecks:
             if count + len(ids) * group.blocks_per_kv_block > width:
                 raise AdmissionError(f"request {req_id!r}: more blocks than the {width} columns of its table")
 
-    def _check_growth(self, cached: CachedRequestData, rows: dict[str, int], of: RowCounts) -> Growth | None:
-        """Raises AdmissionError if the blocks that known requests get are none, or more than their tables take."""
-        if not (grown := cached.with_new_blocks()):
-            return None
+    def _check_growth(
+        self, req_ids: list[str], grown: list[tuple[int, Any]], rows: dict[str, int], of: RowCounts
+    ) -> Growth:
+        """Raises AdmissionError if the blocks that known requests get are none, or more than their tables take.
+
+        req_ids: of all known requests. grown: see `CachedRequestData.with_new_blocks`.
+        """
         places, new_block_ids = zip(*grown, strict=True)
-        req_ids = [cached.req_ids[place] for place in places]
-        held = of.num_blocks[np.fromiter(map(rows.__getitem__, req_ids), np.int64, len(places))]
-        if are_sound(new_block_ids, len(self.groups), self.config.num_blocks):
-            growth = Growth.of(places, new_block_ids, len(self.groups))
-            if (held + growth.blocks.sizes * self._blocks_per_kv_block <= self._table_widths).all():
-                return growth
-        for req_id, count, blocks in zip(req_ids, held, new_block_ids, strict=True):
-            check_block_lists(req_id, blocks, len(self.groups))
-            self._check_blocks(req_id, count, blocks)
-        return Growth.of(places, new_block_ids, len(self.groups))
+        held = of.num_blocks[[rows[req_ids[place]] for place in places]]
+        blocks = BlockLists.if_sound(new_block_ids, len(self.groups), self.config.num_blocks)
+        if blocks is None or (held + blocks.sizes * self._blocks_per_kv_block > self._table_widths).any():
+            for place, count, block_ids in zip(places, held, new_block_ids, strict=True):
+                check_block_lists(req_ids[place], block_ids, len(self.groups))
+                self._check_blocks(req_ids[place], count, block_ids)
+            blocks = BlockLists.of(new_block_ids, len(self.groups))
+        return Growth(np.array(places), blocks)
 
     def _check_cached(self, req_ids: list[str], columns: PlanColumns, of: RowCounts) -> None:
         """Raises AdmissionError if a known request is scheduled past its tokens, its blocks or max_model_len.
 
         req_ids: of the columns' rows. A steady step runs no Python per request here.
         """
-        rows, counts = columns.rows, columns.counts
-        ends, runs = of.computed[rows] + counts, counts > 0
-        held = of.num_blocks[rows]
+        rows = columns.rows
+        ends, known, held = of.computed[rows] + columns.counts, of.known[rows], of.num_blocks[rows]
         if (growth := columns.growth) is not None:
             held[growth.places] += growth.blocks.sizes * self._blocks_per_kv_block
-        room = np.full(len(rows), np.iinfo(np.int32).max)
-        for group, num_blocks in zip(self.groups, held.T, strict=True):
-            np.minimum(room, num_blocks * group.block_size, out=room)
+        room = [num_blocks * group.block_size for num_blocks, group in zip(held.T, self.groups, strict=True)]
+        if not (ends > reduce(np.minimum, room, np.minimum(known, self.config.max_model_len))).any():
+            return
         limits = {
-            "that are known": of.known[rows],
-            "that its blocks hold": room,
-            "of max_model_len": self.config.max_model_len,
+            "that are known": known,
+            "that its blocks hold": reduce(np.minimum, room),
+            "of max_model_len": np.full_like(known, self.config.max_model_len),
         }
         for what, limit in limits.items():
-            if (over := runs & (ends > limit)).any():
+            if (over := (columns.counts > 0) & (ends > limit)).any():
                 i = int(over.argmax())
-                most = np.broadcast_to(limit, over.shape)[i]
-                raise AdmissionError(f"request {req_ids[i]!r}: tokens up to {ends[i]} are scheduled of {most} {what}")
+                raise AdmissionError(
+                    f"request {req_ids[i]!r}: tokens up to {ends[i]} are scheduled of {limit[i]} {what}"
+                )
 
     @cached_property
     def _blocks_per_kv_block(self) -> np.ndarray:

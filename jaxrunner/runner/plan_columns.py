@@ -29,11 +29,6 @@ class Growth(NamedTuple):
     places: np.ndarray
     blocks: BlockLists
 
-    @classmethod
-    def of(cls, places: Sequence[int], new_block_ids: Sequence[Any], num_groups: int) -> Growth:
-        """new_block_ids: of the requests at `places`."""
-        return cls(np.array(places, np.int64), BlockLists.of(new_block_ids, num_groups))
-
 
 class PlanColumns(NamedTuple):
     """C requests that the runner holds, `scheduled_cached_reqs`, and B with tokens to run. Arrays are read-only.

@@ -46,15 +46,16 @@ class Layout:
     def shape_of(self, section: str) -> tuple[int, ...]:
         return dict(self.sections)[section]
 
-    def pack(self, values: Mapping[str, np.ndarray | int | list]) -> np.ndarray:
-        """A fresh i32[size] vector, read-only. A section may be given shorter than its shape along axis 0.
+    def pack(self, values: Mapping[str, np.ndarray | int | list], *, base: np.ndarray | None = None) -> np.ndarray:
+        """A fresh i32[size] vector, read-only. A section may be given shorter than its shape along axis 0. What is not
+        given is zero, or what it is in `base`, a vector of this layout.
 
         Raises CapacityError for a value that is longer than its section and OverflowError for one that does not fit
         32 bits (JAX itself would cut it without a word).
         """
         if unknown := values.keys() - self.places.keys():
             raise KeyError(f"no section is called {sorted(unknown)}")
-        vector = np.zeros(self.size, np.int32)
+        vector = np.zeros(self.size, np.int32) if base is None else base.copy()
         for name, value in values.items():
             where, shape = self.places[name]
             _fill(vector[where].reshape(shape), value, name)

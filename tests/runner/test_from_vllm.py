@@ -59,7 +59,7 @@ def test_a_recorded_prefill_gives_the_index_arrays_of_the_formulas(runner):
     so = scheduler_output_from_vllm(recorded(0))
     columns = runner.check(so)
     writes = runner.update_states(so, columns)
-    req_ids, inputs = runner.build_inputs(columns, writes)
+    req_ids, inputs, _ = runner.build_inputs(columns, writes)
     bucket = runner.ladder.pick(inputs)
     batch = prepare_inputs(runner.state, inputs, bucket=bucket)
     assert req_ids == ["short", "long"]  # one-token requests first
@@ -79,7 +79,7 @@ def test_a_recorded_run_replays(runner):
     columns = runner.check(so)
     writes = runner.update_states(so, columns)
     assert writes.tolist() == [[0, runner.rows["short"], 1, 5]]
-    _, inputs = runner.build_inputs(columns, writes)
+    inputs = runner.build_inputs(columns, writes).inputs
     batch = prepare_inputs(runner.state, inputs, bucket=runner.ladder.pick(inputs))
     assert batch.positions.tolist() == [20, 1, 0, 0]
     assert batch.slot_mapping[0].tolist() == [9 * 8 + 4, 4 * 8 + 1, -1, -1]
