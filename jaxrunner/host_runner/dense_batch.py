@@ -83,6 +83,10 @@ class DenseBatch:
         `rows.scheduled` says which requests are part of the step. Source: vLLM V1,
         `reorder_batch_to_split_decodes_and_prefills`.
         """
+        rows, n = self.rows, self.num_reqs
+        is_decode = (rows.scheduled[:n] > 0) & (rows.scheduled[:n] <= decode_query_len)
+        if (is_decode & (rows.computed[:n] >= rows.prefill_len[:n])).all():
+            return
         region = self.regions(decode_query_len)
         target = np.flatnonzero(region != np.sort(region))
         if len(target):

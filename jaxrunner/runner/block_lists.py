@@ -1,4 +1,4 @@
-"""`BlockLists`: allocator blocks that join the tables of many requests, as columns."""
+"""`BlockLists`: blocks that join the tables of many requests, as columns."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 
 class BlockLists(NamedTuple):
-    """Of n requests, a list for each of G KV-cache groups. sizes: i32[n, G], blocks in each list. ids: i32[N], all
-    allocator block ids, request after request and within one group after group.
+    """Of n requests, a list for each of G KV-cache groups. sizes: i32[n, G], blocks in each list. ids: i32[N], of
+    all blocks, request after request and within one group after group.
     """
 
     sizes: np.ndarray
@@ -19,7 +19,7 @@ class BlockLists(NamedTuple):
 
     @classmethod
     def of(cls, block_ids: Sequence[Sequence[Sequence[int]]], num_groups: int) -> BlockLists:
-        """block_ids: of each request a list for each group, as `check_block_lists` wants them."""
+        """block_ids: of each request a list for each group, as `check_block_lists` wants them: allocator blocks."""
         lists = list(chain.from_iterable(block_ids))
         return cls._of_lists(lists, list(chain.from_iterable(lists)), num_groups)
 
@@ -39,6 +39,14 @@ class BlockLists(NamedTuple):
         if not all(len(each) < 2 or len(set(each)) == len(each) for each in lists):
             return None
         return cls._of_lists(lists, ids, num_groups)
+
+    def in_kernel_blocks(self, per_block: np.ndarray) -> BlockLists:
+        """Allocator block b of a group as the kernels see it: blocks b*n, ..., b*n + n-1. per_block: i32[G], each n."""
+        if (per_block == 1).all():
+            return self
+        n = np.repeat(np.tile(per_block, len(self.sizes)), self.sizes.ravel())
+        ids = np.repeat(self.ids * n - (n.cumsum() - n), n) + np.arange(n.sum())
+        return BlockLists(self.sizes * per_block, ids.astype(np.int32))
 
     @classmethod
     def _of_lists(cls, lists: list[Sequence[int]], ids: list[int], num_groups: int) -> BlockLists:

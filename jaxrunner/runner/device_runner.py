@@ -327,7 +327,7 @@ class DeviceRunner:
         lists = list_writes(params, self.model.eos_token_ids, self.config.list_sizes)
         arrays = request_rows(params, self.state.sampling.custom, len(tokens), self._kept.values(request))
         blocks = BlockLists.of([request.block_ids], len(self.groups))
-        writes = self._host.append_blocks(np.array([row]), blocks)
+        writes = self._host.append_blocks(np.array([row]), blocks.in_kernel_blocks(self._host.blocks_per_kv_block))
         return AdmitEntry(row, record, tokens, writes, lists, arrays)
 
     def _keep_arrays(self, so: SchedulerOutput) -> None:

@@ -38,8 +38,7 @@ class HostRows:
 
     def __init__(self, num_rows: int, groups: Sequence[KVGroup]):
         self.groups = groups
-        self._blocks_per_kv_block = np.array([group.blocks_per_kv_block for group in groups], np.int32)
-        self._splits_blocks = bool((self._blocks_per_kv_block > 1).any())
+        self.blocks_per_kv_block = np.array([group.blocks_per_kv_block for group in groups], np.int32)
         self.num_blocks = np.zeros((num_rows, len(groups)), np.int32)
         self.computed = np.zeros(num_rows, np.int32)
         self.known = np.zeros(num_rows, np.int32)
@@ -86,25 +85,17 @@ class HostRows:
         )
 
     def append_blocks(self, rows: np.ndarray, blocks: BlockLists) -> np.ndarray:
-        """Count allocator blocks as those of distinct rows. Returns the table writes that append them, i32[N, 4]."""
-        held, sizes = self.num_blocks[rows], blocks.sizes * self._blocks_per_kv_block
+        """Count kernel blocks as those of distinct rows. Returns the table writes that append them, i32[N, 4]."""
+        held, sizes, flat = self.num_blocks[rows], blocks.sizes, blocks.sizes.ravel()
         self.num_blocks[rows] = held + sizes
-        flat = sizes.ravel()
         first = np.empty((*sizes.shape, 4), np.int32)  # of each list, as if its first place were that among all writes
         first[..., GROUP] = np.arange(len(self.groups))
         first[..., ROW] = rows[:, None]
         first[..., COLUMN] = held - (flat.cumsum() - flat).reshape(sizes.shape)
         writes = np.repeat(first.reshape(-1, 4), flat, axis=0)
         writes[:, COLUMN] += np.arange(len(writes), dtype=np.int32)
-        writes[:, BLOCK] = self._kernel_ids(blocks)
+        writes[:, BLOCK] = blocks.ids
         return writes
-
-    def _kernel_ids(self, blocks: BlockLists) -> np.ndarray:
-        """i32[N], of allocator blocks: block b becomes b*n, ..., b*n + n-1."""
-        if not self._splits_blocks:
-            return blocks.ids
-        n = np.repeat(np.tile(self._blocks_per_kv_block, len(blocks.sizes)), blocks.sizes.ravel())
-        return np.repeat(blocks.ids * n - (n.cumsum() - n), n) + np.arange(n.sum())
 
     def advance(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Count a step that was launched: its tokens, and one more known token for each row that samples. Returns which

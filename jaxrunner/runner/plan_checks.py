@@ -127,7 +127,7 @@ class PlanChecks:
                 check_block_lists(req_ids[place], block_ids, len(self.groups))
                 self._check_blocks(req_ids[place], count, block_ids)
             blocks = BlockLists.of(new_block_ids, len(self.groups))
-        return Growth(np.array(places), blocks)
+        return Growth(np.array(places), blocks.in_kernel_blocks(self._blocks_per_kv_block))
 
     def _check_cached(self, req_ids: list[str], columns: PlanColumns, of: RowCounts) -> None:
         """Raises AdmissionError if a known request is scheduled past its tokens, its blocks or max_model_len.
@@ -137,7 +137,7 @@ class PlanChecks:
         rows = columns.rows
         ends, known, held = of.computed[rows] + columns.counts, of.known[rows], of.num_blocks[rows]
         if (growth := columns.growth) is not None:
-            held[growth.places] += growth.blocks.sizes * self._blocks_per_kv_block
+            held[growth.places] += growth.blocks.sizes
         room = [num_blocks * group.block_size for num_blocks, group in zip(held.T, self.groups, strict=True)]
         if not (ends > reduce(np.minimum, room, np.minimum(known, self.config.max_model_len))).any():
             return

@@ -24,7 +24,8 @@ class RequestRows(Protocol):
 
 
 class Growth(NamedTuple):
-    """Requests whose tables grow. places: i64[n], among those of `scheduled_cached_reqs`. blocks: what each gets."""
+    """Requests whose tables grow. places: i64[n], among those of `scheduled_cached_reqs`. blocks: what each gets,
+    in kernel blocks."""
 
     places: np.ndarray
     blocks: BlockLists
