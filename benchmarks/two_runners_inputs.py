@@ -64,9 +64,9 @@ def capture(runner: Any, preparation: str) -> Iterator[list[Inputs]]:
 
     def executing(plan):
         result = execute(plan)
-        parked = runner._planned if preparation == "numpy" else runner._parked
         for arrays, words in pending:
-            seen.append(_in_order(parked.req_ids, arrays, words))
+            batch = runner._planned.metadata if preparation == "numpy" else runner._parked
+            seen.append(_in_order(batch.ids.req_ids, arrays, words))
         pending.clear()
         return result
 

@@ -60,12 +60,15 @@ class PlannedStep(NamedTuple):
     prompt: the tokens of prompts that are to be scored. samples: bool[B], requests that get a token.
     """
 
-    req_ids: list[str]
     metadata: SamplingMetadata
     output: StepOutput | None
     half: HalfStep | None
     prompt: AskedTokens | None
     samples: np.ndarray
+
+    @property
+    def req_ids(self) -> list[str]:
+        return self.metadata.ids.req_ids
 
     @property
     def tier(self) -> Tier:
@@ -242,9 +245,8 @@ class HostRunner:
         buffer.reader = result
         with self.annotate("bookkeeping"):
             samples = self._flights.take_off(metadata.num_reqs)
-            req_ids = self.batch.rows.req_ids[: metadata.num_reqs].tolist()
             half, output = (None, result) if entry.program.kind == "step" else (result, None)
-        return PlannedStep(req_ids, metadata, output, half, prompt, samples)
+        return PlannedStep(metadata, output, half, prompt, samples)
 
     def _complete(self, planned: PlannedStep, grammar_output: GrammarOutput | None) -> AsyncOutput:
         """Launch what is left of the step."""
@@ -260,7 +262,7 @@ class HostRunner:
         if planned.prompt is not None:
             asked = self._score_prompts(planned, planned.prompt)
         self._flights.add(output)
-        return AsyncOutput(planned.req_ids, output, asked, annotate=self.annotate)
+        return AsyncOutput(planned.metadata.ids, output, asked, annotate=self.annotate)
 
     def _look_up(self, program: Program, *, real_tokens: int = 0) -> Entry:
         with self.annotate("lookup"):
@@ -351,7 +353,7 @@ class HostRunner:
             prefill_len=len(tokens),
             num_computed_tokens=request.num_computed_tokens,
             params=params,
-            seed=derived_seed(self._seed, self._num_admitted),
+            seed=derived_seed(self._seed, self._num_admitted) if params.seed is None else params.seed,
         )
         rows.token_ids[row, : len(tokens)] = tokens
         rows.prompt_len[row] = prompt_len

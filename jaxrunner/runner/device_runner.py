@@ -28,7 +28,7 @@ from jaxrunner.runner.config import RunnerConfig, empty_state
 from jaxrunner.runner.grammar import GrammarMasks, check_grammar_output
 from jaxrunner.runner.host_rows import HostRows, RowFacts
 from jaxrunner.runner.kept_arrays import KeptArrays
-from jaxrunner.runner.output import Asked, AsyncOutput
+from jaxrunner.runner.output import Asked, AsyncOutput, BatchIds
 from jaxrunner.runner.plan_checks import PlanChecks, block_moves
 from jaxrunner.runner.plan_columns import PlanColumns
 from jaxrunner.runner.prompt_reports import AskedTokens, PromptReport, PromptReports, asked_tokens, num_asked
@@ -53,7 +53,7 @@ from jaxrunner.timing.ranges import Annotate
 class Batch(NamedTuple):
     """What a plan comes to, in batch order."""
 
-    req_ids: list[str]
+    ids: BatchIds
     inputs: StepInput
     facts: RowFacts
 
@@ -64,7 +64,7 @@ class Parked(NamedTuple):
     prompt: the tokens of prompts that are to be scored. samples: bool[B], requests that get a token.
     """
 
-    req_ids: list[str]
+    ids: BatchIds
     facts: RowFacts
     output: StepOutput | None
     pending: Pending | None
@@ -182,6 +182,7 @@ class DeviceRunner:
             entry = self._admit_entry(request)
             released.discard(entry.row)
             entries.append(entry)
+        self._give_blocks(entries, so.scheduled_new_reqs)
         for row in released:
             self._host.clear(row)
         self._kept.forget(so.finished_req_ids | {r.req_id for r in so.scheduled_new_reqs})
@@ -192,9 +193,10 @@ class DeviceRunner:
 
     def build_inputs(self, columns: PlanColumns, block_writes: np.ndarray) -> Batch:
         """The step's input. Of a plan with the columns of the one before it is that one's, but for its blocks."""
-        req_ids, counts, last = columns.req_ids, columns.num_tokens, self._last
+        counts, last = columns.num_tokens, self._last
         if last is not None and columns.rows is last.inputs.idx_mapping and counts is last.inputs.num_scheduled_tokens:
-            return Batch(req_ids, last.inputs.with_block_writes(block_writes), last.facts)
+            return Batch(last.ids, last.inputs.with_block_writes(block_writes), last.facts)
+        req_ids = columns.req_ids
         if columns.is_plain:
             new = self.rows.take(req_ids[len(columns.rows) :])
             rows = np.concatenate([columns.rows, new]) if len(new) else columns.rows
@@ -212,7 +214,7 @@ class DeviceRunner:
             tier=facts.tier,
             keeps_tokens=(asked := self._prompt_tokens(rows, counts)) is not None and len(asked.tokens) > 0,
         )
-        batch = Batch(req_ids, inputs, facts)
+        batch = Batch(BatchIds(req_ids), inputs, facts)
         self._last = None if len(self._prompts) else batch
         return batch
 
@@ -245,20 +247,20 @@ class DeviceRunner:
             prompt = self._prompt_tokens(rows, counts)
             samples = self._host.advance(rows, counts)
             pending, output = (None, result) if entry.program.kind == "step" else (result, None)
-        return Parked(batch.req_ids, batch.facts, output, pending, prompt, samples)
+        return Parked(batch.ids, batch.facts, output, pending, prompt, samples)
 
     def _complete(self, parked: Parked, grammar_output: GrammarOutput | None) -> AsyncOutput:
         """Launch what is left of the step."""
         facts = parked.facts
         if facts.has_grammar or grammar_output is not None:
-            check_grammar_output(grammar_output, parked.req_ids, facts.is_structured, parked.samples)
+            check_grammar_output(grammar_output, parked.ids.req_ids, facts.is_structured, parked.samples)
         self._parked = None
         output = parked.output
         if output is None:
-            entry = self._look_up(self.table.programs.finish(len(parked.req_ids), facts.tier))
+            entry = self._look_up(self.table.programs.finish(len(parked.ids), facts.tier))
             assert parked.pending is not None
             masks = grammar_output if facts.has_grammar else None
-            bitmask = self.masks.of(masks, parked.req_ids, entry.program.size)
+            bitmask = self.masks.of(masks, parked.ids.req_ids, entry.program.size)
             with self.annotate("sample"):
                 pending = parked.pending.last_tokens
                 self.state, output = self.table.call(entry, self.weights, self.state, pending, bitmask)
@@ -266,7 +268,7 @@ class DeviceRunner:
             if not (facts.has_grammar or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[facts.tier]):
                 output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
         asked = facts.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
-        return AsyncOutput(parked.req_ids, output, asked, annotate=self.annotate)
+        return AsyncOutput(parked.ids, output, asked, annotate=self.annotate)
 
     def _prompt_tokens(self, rows: np.ndarray, counts: np.ndarray) -> AskedTokens | None:
         if not len(self._prompts):
@@ -284,7 +286,7 @@ class DeviceRunner:
             with self.annotate("sample"):
                 self.state, scores = self.table.call(entry, self.weights, self.state, parked.pending, upload)
             found.append(scores)
-        piece, prompts = self._prompts.enter(parked.req_ids, tokens, found)
+        piece, prompts = self._prompts.enter(parked.ids.req_ids, tokens, found)
         return parked.facts.asked._replace(piece=piece, prompts=prompts)
 
     def _apply_admissions(self, entries: list[AdmitEntry]) -> None:
@@ -308,6 +310,7 @@ class DeviceRunner:
 
     def _admit_entry(self, request: NewRequestData) -> AdmitEntry:
         row = self.rows.add(request.req_id)
+        self._num_admitted += 1
         params = request.sampling_params or SamplingParams()
         assert request.prompt_token_ids is not None
         tokens = np.array(request.prefill_token_ids or request.prompt_token_ids, np.int32)
@@ -316,7 +319,7 @@ class DeviceRunner:
             prefill_len=len(tokens),
             num_computed_tokens=request.num_computed_tokens,
             params=params,
-            seed=self._next_seed(),
+            seed=derived_seed(self._seed, self._num_admitted) if params.seed is None else params.seed,
         )
         vocab_size = self.model.vocab_size
         scores = num_asked(params, len(request.prompt_token_ids), len(tokens))
@@ -326,9 +329,18 @@ class DeviceRunner:
         self._host.occupy(row, len(tokens), computed, params, vocab_size=vocab_size, num_prompt_scores=scores)
         lists = list_writes(params, self.model.eos_token_ids, self.config.list_sizes)
         arrays = request_rows(params, self.state.sampling.custom, len(tokens), self._kept.values(request))
-        blocks = BlockLists.of([request.block_ids], len(self.groups))
-        writes = self._host.append_blocks(np.array([row]), blocks.in_kernel_blocks(self._host.blocks_per_kv_block))
-        return AdmitEntry(row, record, tokens, writes, lists, arrays)
+        return AdmitEntry(row, record, tokens, list_writes=lists, arrays=arrays)
+
+    def _give_blocks(self, entries: list[AdmitEntry], requests: list[NewRequestData]) -> None:
+        """Their blocks enter the entries of these requests."""
+        if not entries:
+            return
+        blocks = BlockLists.of([request.block_ids for request in requests], len(self.groups))
+        blocks = blocks.in_kernel_blocks(self._host.blocks_per_kv_block)
+        writes = self._host.append_blocks(np.array([entry.row for entry in entries]), blocks)
+        start = 0
+        for entry, end in zip(entries, blocks.sizes.sum(axis=1).cumsum().tolist(), strict=True):
+            entry.block_writes, start = writes[start:end], end
 
     def _keep_arrays(self, so: SchedulerOutput) -> None:
         """Copy out of their rows what preempted requests cannot have again."""
@@ -344,10 +356,6 @@ class DeviceRunner:
             with self.annotate("admit"):
                 self.state, copied = self.table.call(entry, self.state, rows)
             self._kept.keep(part, copied)
-
-    def _next_seed(self) -> int:
-        self._num_admitted += 1
-        return derived_seed(self._seed, self._num_admitted)
 
 
 def default_ladder(model: Model, config: RunnerConfig) -> Ladder:
