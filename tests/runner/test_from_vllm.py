@@ -59,10 +59,10 @@ def test_a_recorded_prefill_gives_the_index_arrays_of_the_formulas(runner):
     so = scheduler_output_from_vllm(recorded(0))
     columns = runner.check(so)
     writes = runner.update_states(so, columns)
-    req_ids, inputs, _ = runner.build_inputs(columns, writes)
+    ids, inputs, _ = runner.build_inputs(columns, writes)
     bucket = runner.ladder.pick(inputs)
     batch = prepare_inputs(runner.state, inputs, bucket=bucket)
-    assert req_ids == ["short", "long"]  # one-token requests first
+    assert ids.req_ids == ["short", "long"]  # one-token requests first
     assert batch.query_start_loc.tolist() == [0, 1, 21, 21, 21]
     assert batch.seq_lens.tolist() == [1, 20, 0, 0]
     assert batch.positions.tolist() == [0, *range(20), *[0] * 11]
