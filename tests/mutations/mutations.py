@@ -910,6 +910,23 @@ LOGPROBS = (
         (CHUNKED,),
     ),
     Mutation(
+        "plain plans: rows are kept although the map has changed",
+        "runner/plan_columns.py",
+        "if self._version == requests.version and len",
+        "if len",
+        ("tests/runner/test_plan_columns.py::test_rows_that_were_given_anew_are_looked_up_again",),
+    ),
+    Mutation(
+        "plain plans: what is equal to an id counts as that id",
+        "runner/plan_columns.py",
+        "all(map(is_, first, second))",
+        "list(first) == list(second)",
+        (
+            "tests/runner/test_plan_columns.py::test_a_plan_that_is_refused_is_not_plain[a truth value-True]",
+            "tests/runner/test_plan_columns.py::test_a_runner_refuses_strange_plans_after_steady_ones[3-device]",
+        ),
+    ),
+    Mutation(
         "rows: listed ids of the last owner are counted",
         "runner/host_rows.py",
         "self.num_listed[row] = self.num_prompt_scores[row] = 0",
