@@ -101,10 +101,11 @@ def check_new_request(
     if len(tokens) > max_model_len:
         raise AdmissionError(f"{where}: {len(tokens)} tokens; max_model_len is {max_model_len}")
     prompt_len = len(request.prompt_token_ids)
-    if len(tokens) < prompt_len:
-        raise AdmissionError(f"{where}: prefill_token_ids is shorter than the prompt it must start with")
-    if (tokens[:prompt_len] != np.asarray(request.prompt_token_ids)).any():
-        raise AdmissionError(f"{where}: prefill_token_ids does not start with the prompt")
+    if request.prefill_token_ids:
+        if len(tokens) < prompt_len:
+            raise AdmissionError(f"{where}: prefill_token_ids is shorter than the prompt it must start with")
+        if (tokens[:prompt_len] != np.asarray(request.prompt_token_ids)).any():
+            raise AdmissionError(f"{where}: prefill_token_ids does not start with the prompt")
     if not _is_int(request.num_computed_tokens):
         raise AdmissionError(f"{where}: num_computed_tokens is {request.num_computed_tokens!r}, no integer")
     if not 0 <= request.num_computed_tokens < len(tokens):

@@ -15,6 +15,7 @@ def batch_order(
     scheduler's order. A batch that is uniform keeps it whole.
     """
     is_longer = num_tokens != decode_query_len
-    if has_drafts is None:
-        return np.lexsort((num_tokens, is_longer)) if is_longer.any() else None
-    return np.lexsort((num_tokens, is_longer, ~has_drafts))
+    if has_drafts is not None:
+        return np.lexsort((num_tokens, is_longer, ~has_drafts))
+    # One key, in which most of a batch is in order already: decodes have the least.
+    return np.argsort(np.where(is_longer, num_tokens, 0), kind="stable") if is_longer.any() else None

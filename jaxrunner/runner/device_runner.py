@@ -203,7 +203,7 @@ class DeviceRunner:
         else:
             rows = self.rows.take(req_ids)
         if (order := batch_order(counts, self.ladder.query_len)) is not None:
-            req_ids, rows, counts = [req_ids[i] for i in order.tolist()], rows[order], counts[order]
+            req_ids, rows, counts = [*map(req_ids.__getitem__, order.tolist())], rows[order], counts[order]
         facts = self._host.facts(rows)
         inputs = StepInput(
             idx_mapping=rows,
