@@ -15,7 +15,8 @@ without waiting for the tokens (`wait_us`, the device's time and the copy). `sta
 `jaxrunner.timing`, and the rest; `upload_us` is what a call takes longer with a NumPy array of the step's size than
 with one that is on the device, a part of `dispatch_us`. `scheduler_us` is the engine's and not part of `value`. A row
 is void if anything was compiled in its window. `inputs/...`: steps whose prepared inputs were equal bit for bit, after
-the requests were brought into one order.
+the requests were brought into one order; of `input_ids`, `differing` are not, since the contenders had sampled other
+tokens, and all are those that the contender's scheduler knows.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import report  # noqa: E402
 from benchmarks.calibration import calibrate, speed  # noqa: E402
-from benchmarks.two_runners_inputs import Inputs, capture, difference  # noqa: E402
+from benchmarks.two_runners_inputs import Inputs, capture, difference, known_ids, known_tokens  # noqa: E402
 from benchmarks.two_runners_plot import draw  # noqa: E402
 from jaxrunner import Ladder, RunnerConfig, SamplingParams, StepTimer, build_runner  # noqa: E402
 from jaxrunner.compile.counter import CompileCounter  # noqa: E402
@@ -129,9 +130,7 @@ class Contender:
 
     def step(self) -> tuple[int, int]:
         """(ns of the runner, ns of the scheduler) of one step."""
-        if self.is_mixed:
-            for _ in range(self.num_reqs - len(self._requests())):
-                self._add(int(self._rng.integers(*PROMPT)), int(self._rng.integers(*OUTPUT)))
+        self._refill()
         begun = time.perf_counter_ns()
         plan, frame = self.scheduler.schedule()
         self.num_tokens = list(plan.num_scheduled_tokens.values())
@@ -155,13 +154,20 @@ class Contender:
         ranges = {name: us[kept] for name, us in ranges.items()}
         return Turn(cpu, spent[kept, 0], spent[kept, 1], times.num_tokens[kept], ranges)
 
-    def inputs(self) -> Inputs:
-        """Run a step; what its forward pass was given."""
+    def inputs(self) -> tuple[Inputs, np.ndarray]:
+        """Run a step; what its forward pass was given, and what its input ids have to be."""
+        self._refill()
+        tokens = known_tokens(self.scheduler)
         with capture(self.runner, self.way.preparation) as seen:
             self.step()
         (inputs,) = seen
         self.upload_words = max(self.upload_words, inputs.upload_words)
-        return inputs
+        return inputs, known_ids(inputs, tokens)
+
+    def _refill(self) -> None:
+        if self.is_mixed:
+            for _ in range(self.num_reqs - len(self._requests())):
+                self._add(int(self._rng.integers(*PROMPT)), int(self._rng.integers(*OUTPUT)))
 
     def _requests(self) -> list[Request]:
         return [*self.scheduler.running.values(), *self.scheduler.waiting]
@@ -251,13 +257,17 @@ def upload_us(words: int) -> float:
 
 
 def check_inputs(contenders: list[Contender], row: report.Row) -> report.Row:
-    """Steps of all contenders beside each other; the first decides what is right."""
+    """Steps of all contenders beside each other; the first decides what is right, and each what it has sampled."""
+    compared = differing = 0
     for number in range(CHECKED):
-        first, *others = [c.inputs() for c in contenders]
-        for contender, inputs in zip(contenders[1:], others, strict=True):
-            if found := difference(first, inputs):
+        (first, ids_of_first), *others = [c.inputs() for c in contenders]
+        for contender, (inputs, ids) in zip(contenders[1:], others, strict=True):
+            if found := difference(first, inputs, ids_of_first, ids):
                 return row | {"void": f"step {number}: {contender.way.name} has other {found}"}
-    return row | {"value": CHECKED, "contenders": [c.way.name for c in contenders]}
+            compared += int(inputs.arrays["query_lens"].sum())
+            differing += int((ids != ids_of_first).sum())
+    names = [c.way.name for c in contenders]
+    return row | {"value": CHECKED, "contenders": names, "input_ids": compared, "differing": differing}
 
 
 def measure_size(result: report.Report, model: Model, weights: Any, num_reqs: int, share: float, row: report.Row):

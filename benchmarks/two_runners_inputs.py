@@ -1,16 +1,23 @@
-"""What the forward pass of a step was given, in one order of requests, whichever runner prepared it."""
+"""What the forward pass of a step was given, in one order of requests, whichever runner prepared it.
+
+Runners that sample for themselves may come to other tokens: in another order of rows a matmul rounds differently, and
+near-ties of logits fall the other way. So `difference` holds the input ids of each runner to the tokens that its own
+scheduler knows, and all other arrays to each other.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxrunner.engine.request import Request
+from jaxrunner.engine.scheduler import Scheduler
 from jaxrunner.host_runner.input_arrays import upload_layout
 from jaxrunner.stages.prepare_inputs import prepare_inputs
 
@@ -57,9 +64,9 @@ def capture(runner: Any, preparation: str) -> Iterator[list[Inputs]]:
 
     def executing(plan):
         result = execute(plan)
-        parked = runner._planned if preparation == "numpy" else runner._parked
         for arrays, words in pending:
-            seen.append(_in_order(parked.req_ids, arrays, words))
+            batch = runner._planned.metadata if preparation == "numpy" else runner._parked
+            seen.append(_in_order(batch.ids.req_ids, arrays, words))
         pending.clear()
         return result
 
@@ -89,8 +96,37 @@ def _in_order(req_ids: list[str], arrays: dict[str, np.ndarray], upload_words: i
     return Inputs([req_ids[b] for b in order], found, upload_words)
 
 
-def difference(a: Inputs, b: Inputs) -> str | None:
-    """The first thing in which two steps differ."""
+def known_tokens(scheduler: Scheduler) -> dict[str, list[int]]:
+    """Request -> its prompt and what it has generated so far, of all that may be part of the scheduler's next step."""
+    for request in scheduler.running.values():
+        scheduler.sync(request)
+    requests: Iterable[Request] = [*scheduler.running.values(), *scheduler.waiting]
+    return {r.request_id: r.prompt_token_ids + r.output_token_ids for r in requests}
+
+
+def known_ids(inputs: Inputs, tokens: Mapping[str, list[int]]) -> np.ndarray:
+    """i32[T], the input ids of a step whose requests have `tokens`: those at its positions, 0 in padding, and -1, which
+    is no id, past the tokens of a request.
+    """
+    query_lens = inputs.arrays["query_lens"][: len(inputs.req_ids)]
+    ends = np.cumsum(query_lens)
+    found = np.zeros_like(inputs.arrays["input_ids"])
+    for req_id, start, end in zip(inputs.req_ids, ends - query_lens, ends, strict=True):
+        known = tokens[req_id]
+        for place in range(start, end):
+            position = inputs.arrays["positions"][place]
+            found[place] = known[position] if 0 <= position < len(known) else -1
+    return found
+
+
+def difference(a: Inputs, b: Inputs, ids_of_a: np.ndarray, ids_of_b: np.ndarray) -> str | None:
+    """The first thing in which two steps differ, or in which one has other input ids than `known_ids` says of it. Where
+    those agree, so do then the input ids.
+    """
     if a.req_ids != b.req_ids:
         return "requests"
-    return next((name for name in a.arrays if not np.array_equal(a.arrays[name], b.arrays[name])), None)
+    for name in a.arrays:
+        pairs = ((a, ids_of_a), (b, ids_of_b)) if name == "input_ids" else ((a, b.arrays[name]),)
+        if not all(np.array_equal(inputs.arrays[name], right) for inputs, right in pairs):
+            return name
+    return None

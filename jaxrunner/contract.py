@@ -57,12 +57,11 @@ class CachedRequestData:
     def num_reqs(self) -> int:
         return len(self.req_ids)
 
-    def with_new_blocks(self) -> list[tuple[str, tuple[list[int], ...]]]:
-        """The requests whose tables grow, and by what; empty in most decode steps."""
+    def with_new_blocks(self) -> list[tuple[int, tuple[list[int], ...]]]:
+        """Places of the requests whose tables grow, and by what; few in a decode step."""
         if self.new_block_ids.count(None) == len(self.new_block_ids):
             return []
-        pairs = zip(self.req_ids, self.new_block_ids, strict=True)
-        return [(req_id, blocks) for req_id, blocks in pairs if blocks is not None]
+        return [(place, blocks) for place, blocks in enumerate(self.new_block_ids) if blocks is not None]
 
     @classmethod
     def make_empty(cls) -> CachedRequestData:

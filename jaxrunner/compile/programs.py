@@ -203,6 +203,7 @@ class ProgramSet(Programs):
         self.groups = state.tables.groups
         self._draft_slots = state.num_draft_tokens
         self._list_width = state.sampling.sizes.width
+        self._admit_layouts: dict[Program, Layout] = {}
 
     @property
     def others(self) -> list[Program]:
@@ -227,6 +228,11 @@ class ProgramSet(Programs):
     def admit_layout(self, program: Program) -> Layout:
         """Room for `size` tokens and for the block tables of as many, a partly filled block for each entry; and for as
         many words of lists, in the largest program for the lists of any one request."""
+        if program not in self._admit_layouts:
+            self._admit_layouts[program] = self._make_admit_layout(program)
+        return self._admit_layouts[program]
+
+    def _make_admit_layout(self, program: Program) -> Layout:
         blocks = sum(-(-program.size // g.block_size) + g.blocks_per_kv_block * ENTRIES_PER_CALL for g in self.groups)
         is_largest = program.size == self._admit_sizes[-1]
         lists = self._list_width if is_largest else min(program.size, self._list_width)

@@ -22,12 +22,14 @@ one; a prompt from its beginning; requests that are not part of the step."""
 
 
 class DenseBatch:
-    """rows: the arrays. max_num_reqs: most requests. row_of: request -> row. num_reqs: N."""
+    """rows: the arrays. max_num_reqs: most requests. row_of: request -> row. version: another number
+    whenever that has changed. num_reqs: N."""
 
     def __init__(self, rows: RowBank, max_num_reqs: int):
         self.rows = rows
         self.max_num_reqs = max_num_reqs
         self.row_of: dict[str, int] = {}
+        self.version = 0
         self._holes: set[int] = set()
         self._numbers = list(range(max_num_reqs, 0, -1))
         self._removed: list[int] = []
@@ -42,6 +44,7 @@ class DenseBatch:
         """The row that became a hole, or None for an unknown request. `condense` comes before the next step."""
         row = self.row_of.pop(req_id, None)
         if row is not None:
+            self.version += 1
             self._numbers.append(int(self.rows.number[row]))
             self.rows.clear(row)
             self._holes.add(row)
@@ -57,6 +60,7 @@ class DenseBatch:
         row = min(self._holes, default=self.num_reqs)
         self._holes.discard(row)
         self.row_of[req_id] = row
+        self.version += 1
         self.rows.req_ids[row], self.rows.number[row] = req_id, self._numbers.pop()
         self._added.append(AddedRow(row, req_id, params, num_tokens, kept or {}))
         return row
@@ -79,6 +83,10 @@ class DenseBatch:
         `rows.scheduled` says which requests are part of the step. Source: vLLM V1,
         `reorder_batch_to_split_decodes_and_prefills`.
         """
+        rows, n = self.rows, self.num_reqs
+        is_decode = (rows.scheduled[:n] > 0) & (rows.scheduled[:n] <= decode_query_len)
+        if (is_decode & (rows.computed[:n] >= rows.prefill_len[:n])).all():
+            return
         region = self.regions(decode_query_len)
         target = np.flatnonzero(region != np.sort(region))
         if len(target):
@@ -114,5 +122,6 @@ class DenseBatch:
 
     def _relocate(self, source: np.ndarray, target: np.ndarray) -> None:
         self.rows.relocate(source, target)
+        self.version += 1
         for row in target.tolist():
             self.row_of[self.rows.req_ids[row]] = row

@@ -7,6 +7,7 @@ step, because it still holds what an earlier step of the bucket left there. Sour
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -35,12 +36,17 @@ class HostSizes:
     reports: Reports = DEFAULT_REPORTS
     custom: ArraySets = ()
 
-    @property
+    @functools.cached_property
     def widths(self) -> tuple[int, ...]:
         """Columns of each group's block table."""
         return tuple(table_width(self.max_model_len, g.block_size, 1) for g in self.groups)
 
-    @property
+    @functools.cached_property
+    def blocks_per_kv_block(self) -> np.ndarray:
+        """i32[G], kernel blocks in an allocator block."""
+        return np.array([group.blocks_per_kv_block for group in self.groups], np.int32)
+
+    @functools.cached_property
     def columns(self) -> tuple[slice, ...]:
         """Each group's columns in the block table of all groups."""
         ends = np.cumsum(self.widths).tolist()

@@ -42,6 +42,7 @@ class HostPrograms(Programs):
         super().__init__(model, weights, carry, ladder, implementation=implementation, custom=custom)
         self.sizes = carry.sizes
         self.num_rows = carry.num_rows
+        self._layouts: dict[Bucket, Layout] = {}
 
     @property
     def others(self) -> list[Program]:
@@ -55,7 +56,9 @@ class HostPrograms(Programs):
 
     def layout(self, bucket: Bucket) -> Layout:
         """The upload of a step."""
-        return upload_layout(bucket, self.sizes)
+        if bucket not in self._layouts:
+            self._layouts[bucket] = upload_layout(bucket, self.sizes)
+        return self._layouts[bucket]
 
     @property
     def brought_bytes(self) -> int:

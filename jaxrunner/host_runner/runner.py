@@ -34,6 +34,7 @@ from jaxrunner.host_runner.second_half import score_layout
 from jaxrunner.host_runner.sizes import empty_carry, host_sizes, num_rows, row_bank
 from jaxrunner.host_runner.staging import StagingBuffer, StagingRing
 from jaxrunner.models.model import Model
+from jaxrunner.runner.block_lists import BlockLists
 from jaxrunner.runner.config import RunnerConfig
 from jaxrunner.runner.device_runner import default_ladder
 from jaxrunner.runner.grammar import GrammarMasks, check_grammar_output
@@ -41,12 +42,12 @@ from jaxrunner.runner.kept_arrays import KeptArrays
 from jaxrunner.runner.logprob_columns import asked_counts
 from jaxrunner.runner.output import Asked, AsyncOutput
 from jaxrunner.runner.plan_checks import PlanChecks, block_moves
+from jaxrunner.runner.plan_columns import PlanColumns
 from jaxrunner.runner.prompt_reports import AskedTokens, PromptReport, PromptReports, asked_tokens, num_asked
 from jaxrunner.sampling.custom import NO_CUSTOM
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.stages.sample import StepOutput
 from jaxrunner.state.block_moves import MOVES_PER_CALL
-from jaxrunner.state.block_tables import expand_block_ids
 from jaxrunner.state.fields import REQUEST_FIELDS
 from jaxrunner.state.records import derived_seed, request_record
 from jaxrunner.state.row_copies import RowCopies
@@ -59,12 +60,15 @@ class PlannedStep(NamedTuple):
     prompt: the tokens of prompts that are to be scored. samples: bool[B], requests that get a token.
     """
 
-    req_ids: list[str]
     metadata: SamplingMetadata
     output: StepOutput | None
     half: HalfStep | None
     prompt: AskedTokens | None
     samples: np.ndarray
+
+    @property
+    def req_ids(self) -> list[str]:
+        return self.metadata.ids.req_ids
 
     @property
     def tier(self) -> Tier:
@@ -146,8 +150,8 @@ class HostRunner:
         if self._planned is not None:
             raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
         with self.annotate("preprocess"):
-            self._check(scheduler_output)
-            self.update_states(scheduler_output)
+            columns = self._check(scheduler_output)
+            self.update_states(scheduler_output, columns)
             self._move_blocks(scheduler_output)
             if not scheduler_output.total_num_scheduled_tokens:
                 return ModelRunnerOutput.with_kv_conn_output_only(None)
@@ -189,7 +193,7 @@ class HostRunner:
         """Raises InvariantError if the rows break an invariant; see `jaxrunner.host_runner.audit`."""
         audit_rows(self.batch, self.sizes, self.config, shared_blocks=shared_blocks)
 
-    def update_states(self, so: SchedulerOutput) -> None:
+    def update_states(self, so: SchedulerOutput, columns: PlanColumns) -> None:
         """Rows of finished and preempted requests go, new ones come, holes are filled, block tables grow."""
         for req_id in sorted(so.finished_req_ids | (so.preempted_req_ids or set())):
             self._prompts.drop(req_id)
@@ -199,8 +203,10 @@ class HostRunner:
             self._admit(request)
         self._kept.forget(so.finished_req_ids | {r.req_id for r in so.scheduled_new_reqs})
         self.batch.condense()
-        for req_id, blocks in so.scheduled_cached_reqs.with_new_blocks():
-            self._append_blocks(self.batch.row_of[req_id], blocks)
+        if (growth := columns.growth) is not None:
+            req_ids = so.scheduled_cached_reqs.req_ids
+            places = [self.batch.row_of[req_ids[place]] for place in growth.places.tolist()]
+            self._append_blocks(np.array(places), growth.blocks)
         self._tell()
 
     def prepare_inputs(
@@ -239,9 +245,8 @@ class HostRunner:
         buffer.reader = result
         with self.annotate("bookkeeping"):
             samples = self._flights.take_off(metadata.num_reqs)
-            req_ids = self.batch.rows.req_ids[: metadata.num_reqs].tolist()
             half, output = (None, result) if entry.program.kind == "step" else (result, None)
-        return PlannedStep(req_ids, metadata, output, half, prompt, samples)
+        return PlannedStep(metadata, output, half, prompt, samples)
 
     def _complete(self, planned: PlannedStep, grammar_output: GrammarOutput | None) -> AsyncOutput:
         """Launch what is left of the step."""
@@ -257,7 +262,7 @@ class HostRunner:
         if planned.prompt is not None:
             asked = self._score_prompts(planned, planned.prompt)
         self._flights.add(output)
-        return AsyncOutput(planned.req_ids, output, asked, annotate=self.annotate)
+        return AsyncOutput(planned.metadata.ids, output, asked, annotate=self.annotate)
 
     def _look_up(self, program: Program, *, real_tokens: int = 0) -> Entry:
         with self.annotate("lookup"):
@@ -301,11 +306,12 @@ class HostRunner:
         piece, prompts = self._prompts.enter(planned.req_ids, tokens, found)
         return planned.metadata.asked._replace(piece=piece, prompts=prompts)
 
-    def _check(self, so: SchedulerOutput) -> None:
-        self._checks.check(so, self.batch.row_of, self.batch.rows)
+    def _check(self, so: SchedulerOutput) -> PlanColumns:
+        columns = self._checks.check(so, self.batch, self.batch.rows)
         self._keep_arrays(so)
         for request in so.scheduled_new_reqs:
             self._kept.values(request)
+        return columns
 
     def _keep_arrays(self, so: SchedulerOutput) -> None:
         """Copy out of their rows what preempted requests cannot have again."""
@@ -347,7 +353,7 @@ class HostRunner:
             prefill_len=len(tokens),
             num_computed_tokens=request.num_computed_tokens,
             params=params,
-            seed=derived_seed(self._seed, self._num_admitted),
+            seed=derived_seed(self._seed, self._num_admitted) if params.seed is None else params.seed,
         )
         rows.token_ids[row, : len(tokens)] = tokens
         rows.prompt_len[row] = prompt_len
@@ -359,15 +365,18 @@ class HostRunner:
         if scores := num_asked(params, prompt_len, len(tokens)):
             rows.num_prompt_scores[row] = scores
             self._prompts.add(request.req_id, PromptReport.asked_by(params, vocab_size))
-        self._append_blocks(row, request.block_ids)
+        blocks = BlockLists.of([request.block_ids], len(self.groups))
+        self._append_blocks(np.array([row]), blocks.in_kernel_blocks(self.sizes.blocks_per_kv_block))
 
-    def _append_blocks(self, row: int, block_ids: tuple[list[int], ...]) -> None:
-        rows = self.batch.rows
-        for g, (ids, columns) in enumerate(zip(block_ids, self.sizes.columns, strict=True)):
-            kernel_ids = expand_block_ids(list(ids), self.groups[g].blocks_per_kv_block)
-            start = columns.start + rows.num_blocks[row, g]
-            rows.block_table[row, start : start + len(kernel_ids)] = kernel_ids
-            rows.num_blocks[row, g] += len(kernel_ids)
+    def _append_blocks(self, places: np.ndarray, blocks: BlockLists) -> None:
+        """places: distinct rows. blocks: kernel blocks that each of them gets."""
+        rows, sizes = self.batch.rows, blocks.sizes.ravel()
+        held = rows.num_blocks[places]
+        # The column of a list's first block, less the blocks that stand before it among all.
+        first = (held + [columns.start for columns in self.sizes.columns]).ravel() - (np.cumsum(sizes) - sizes)
+        column = np.repeat(first, sizes) + np.arange(len(blocks.ids))
+        rows.block_table[np.repeat(places, blocks.sizes.sum(axis=1)), column] = blocks.ids
+        rows.num_blocks[places] = held + blocks.sizes
 
     def _order(self, so: SchedulerOutput) -> int:
         """Put the scheduled requests in front, decodes first. Returns how many they are."""

@@ -8,16 +8,17 @@ import numpy as np
 
 from jaxrunner.compile.buckets import Feature, Tier, lowest_tier
 from jaxrunner.host_runner.row_fields import RowBank
-from jaxrunner.runner.output import Asked
+from jaxrunner.runner.output import Asked, BatchIds
 from jaxrunner.state.fields import SAMPLING_COLUMN
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingMetadata:
-    """Of the B scheduled rows. tier: the sampler that serves all of them. params: i32[B, P]. prompt_len, number:
-    i32[B]. is_structured: bool[B]. asked: what goes into the output beside tokens.
+    """Of the B scheduled rows. ids: their requests. tier: the sampler that serves all of them. params: i32[B, P].
+    prompt_len, number: i32[B]. is_structured: bool[B]. asked: what goes into the output beside tokens.
     """
 
+    ids: BatchIds
     tier: Tier
     params: np.ndarray
     prompt_len: np.ndarray
@@ -34,6 +35,7 @@ class SamplingMetadata:
         """A copy of what the first `num_reqs` rows hold."""
         features = rows.sampling[:num_reqs, SAMPLING_COLUMN["features"]]
         return cls(
+            ids=BatchIds(rows.req_ids[:num_reqs].tolist()),
             tier=lowest_tier(int(np.bitwise_or.reduce(features))),
             params=rows.sampling[:num_reqs].copy(),
             prompt_len=rows.prompt_len[:num_reqs].copy(),

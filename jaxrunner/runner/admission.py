@@ -41,26 +41,29 @@ STEP_FIELD_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def check_scheduler_output(so: SchedulerOutput, known: Mapping[str, int]) -> None:
+def check_scheduler_output(so: SchedulerOutput, known: Mapping[str, int], *, plain_total: int | None = None) -> None:
     """Raises AdmissionError for a plan that contradicts itself or the runner, NotBuiltError for a field that asks for
-    something this version does not have. known: rows of the requests the runner holds.
+    something this version does not have. known: rows of the requests the runner holds. plain_total: tokens of a plan
+    that `PlainPlans` found plain, so that a steady step runs no Python per request here; None for any other.
     """
     _refuse_not_built(so, NOT_BUILT_STEP_FIELDS, "SchedulerOutput")
     cached = so.scheduled_cached_reqs
-    _check_types(so)
+    _check_types(so, is_plain=plain_total is not None)
     if cached.resumed_req_ids or cached.all_token_ids:
         raise NotBuiltError(
             "CachedRequestData.resumed_req_ids/all_token_ids belong to vLLM's V1 runner; send a resumed request in "
             "scheduled_new_reqs with prefill_token_ids"
         )
     counts = so.num_scheduled_tokens
-    if (total := sum(counts.values())) != so.total_num_scheduled_tokens:
+    total = sum(counts.values()) if plain_total is None else plain_total
+    if total != so.total_num_scheduled_tokens:
         raise AdmissionError(f"total_num_scheduled_tokens is {so.total_num_scheduled_tokens}, the sum is {total}")
+    if plain_total is not None:
+        return
     gone = so.finished_req_ids | (so.preempted_req_ids or set())
     new = {r.req_id for r in so.scheduled_new_reqs}
     if len(new) != len(so.scheduled_new_reqs):
         raise AdmissionError("an id appears twice in scheduled_new_reqs")
-    # Set operations, so that a steady step runs no Python per request.
     cached_ids = set(cached.req_ids)
     if len(cached_ids) != len(cached.req_ids):
         raise AdmissionError("an id appears twice in scheduled_cached_reqs")
@@ -98,10 +101,11 @@ def check_new_request(
     if len(tokens) > max_model_len:
         raise AdmissionError(f"{where}: {len(tokens)} tokens; max_model_len is {max_model_len}")
     prompt_len = len(request.prompt_token_ids)
-    if len(tokens) < prompt_len:
-        raise AdmissionError(f"{where}: prefill_token_ids is shorter than the prompt it must start with")
-    if (tokens[:prompt_len] != np.asarray(request.prompt_token_ids)).any():
-        raise AdmissionError(f"{where}: prefill_token_ids does not start with the prompt")
+    if request.prefill_token_ids:
+        if len(tokens) < prompt_len:
+            raise AdmissionError(f"{where}: prefill_token_ids is shorter than the prompt it must start with")
+        if (tokens[:prompt_len] != np.asarray(request.prompt_token_ids)).any():
+            raise AdmissionError(f"{where}: prefill_token_ids does not start with the prompt")
     if not _is_int(request.num_computed_tokens):
         raise AdmissionError(f"{where}: num_computed_tokens is {request.num_computed_tokens!r}, no integer")
     if not 0 <= request.num_computed_tokens < len(tokens):
@@ -137,8 +141,8 @@ def check_block_lists(req_id: str, block_ids: Sequence[Sequence[int]], num_group
             raise AdmissionError(f"{where}: a block is listed twice in {list(ids)}")
 
 
-def _check_types(so: SchedulerOutput) -> None:
-    """Raises AdmissionError for a field of another type; a steady step runs no Python per request here."""
+def _check_types(so: SchedulerOutput, *, is_plain: bool) -> None:
+    """Raises AdmissionError for a field of another type."""
     for field, types in STEP_FIELD_TYPES.items():
         if not isinstance(value := getattr(so, field), types):
             raise AdmissionError(f"SchedulerOutput.{field} is a {type(value).__name__}: {value!r}")
@@ -153,12 +157,13 @@ def _check_types(so: SchedulerOutput) -> None:
     for request in so.scheduled_new_reqs:
         if not isinstance(request, NewRequestData):
             raise AdmissionError(f"scheduled_new_reqs holds {request!r}, no NewRequestData")
-    _check_ids("scheduled_new_reqs", [r.req_id for r in so.scheduled_new_reqs])
-    _check_ids("scheduled_cached_reqs", cached.req_ids)
-    counts = so.num_scheduled_tokens
-    _check_ids("num_scheduled_tokens", counts)
-    if not set(map(type, counts.values())) <= {int} and not all(map(_is_int, counts.values())):
-        raise AdmissionError(f"num_scheduled_tokens holds a number of tokens that is no integer: {counts}")
+    if not is_plain:
+        _check_ids("scheduled_new_reqs", [r.req_id for r in so.scheduled_new_reqs])
+        _check_ids("scheduled_cached_reqs", cached.req_ids)
+        _check_ids("num_scheduled_tokens", so.num_scheduled_tokens)
+        counts = so.num_scheduled_tokens
+        if not set(map(type, counts.values())) <= {int} and not all(map(_is_int, counts.values())):
+            raise AdmissionError(f"num_scheduled_tokens holds a number of tokens that is no integer: {counts}")
     _check_ids("finished_req_ids", so.finished_req_ids)
     _check_ids("preempted_req_ids", so.preempted_req_ids or ())
     if not all(map(_is_int, so.new_block_ids_to_zero or ())):

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 
 
-def sort_requests(
-    num_scheduled_tokens: Mapping[str, int],
-    decode_query_len: int = 1,
-    drafts: Mapping[str, Sequence[int]] | None = None,
-) -> tuple[list[str], np.ndarray]:
-    """(request ids, i32 token counts) in batch order.
+def batch_order(
+    num_tokens: np.ndarray, decode_query_len: int = 1, has_drafts: np.ndarray | None = None
+) -> np.ndarray | None:
+    """i64[B], the scheduler's place of each request of the batch; None if that is its order already.
 
-    Requests with drafts come first; among equals those with exactly `decode_query_len` tokens; then fewer tokens
-    before more. Ties keep the scheduler's order. A batch that is uniform keeps it whole.
+    num_tokens: i32[B] and has_drafts: bool[B], of the requests in the scheduler's order. Requests with drafts come
+    first; among equals those with exactly `decode_query_len` tokens; then fewer tokens before more. Ties keep the
+    scheduler's order. A batch that is uniform keeps it whole.
     """
-    ids = list(num_scheduled_tokens)
-    counts = np.fromiter(num_scheduled_tokens.values(), np.int32, len(ids))
-    if not drafts and (counts == decode_query_len).all():
-        return ids, counts
-    no_draft = np.array([not (drafts and drafts.get(i)) for i in ids])
-    order = np.lexsort((counts, counts != decode_query_len, no_draft))
-    return [ids[i] for i in order], counts[order]
+    is_longer = num_tokens != decode_query_len
+    if has_drafts is not None:
+        return np.lexsort((num_tokens, is_longer, ~has_drafts))
+    # One key, in which most of a batch is in order already: decodes have the least.
+    return np.argsort(np.where(is_longer, num_tokens, 0), kind="stable") if is_longer.any() else None

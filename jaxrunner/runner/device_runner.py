@@ -7,14 +7,13 @@ and a few counts (`HostRows`).
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.profiler import TraceAnnotation
 
-from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
+from jaxrunner.compile.buckets import TIER_FEATURES, Feature
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.executable_cache import open_cache
 from jaxrunner.compile.ladder import Ladder
@@ -23,13 +22,15 @@ from jaxrunner.compile.table import BucketTable
 from jaxrunner.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.models.model import Model
-from jaxrunner.runner.batch_order import sort_requests
+from jaxrunner.runner.batch_order import batch_order
+from jaxrunner.runner.block_lists import BlockLists
 from jaxrunner.runner.config import RunnerConfig, empty_state
 from jaxrunner.runner.grammar import GrammarMasks, check_grammar_output
-from jaxrunner.runner.host_rows import HostRows
+from jaxrunner.runner.host_rows import HostRows, RowFacts
 from jaxrunner.runner.kept_arrays import KeptArrays
-from jaxrunner.runner.output import Asked, AsyncOutput
+from jaxrunner.runner.output import Asked, AsyncOutput, BatchIds
 from jaxrunner.runner.plan_checks import PlanChecks, block_moves
+from jaxrunner.runner.plan_columns import PlanColumns
 from jaxrunner.runner.prompt_reports import AskedTokens, PromptReport, PromptReports, asked_tokens, num_asked
 from jaxrunner.runner.rows import RowMap
 from jaxrunner.sampling.custom import NO_CUSTOM
@@ -49,20 +50,25 @@ from jaxrunner.state.runner_state import RunnerState
 from jaxrunner.timing.ranges import Annotate
 
 
+class Batch(NamedTuple):
+    """What a plan comes to, in batch order."""
+
+    ids: BatchIds
+    inputs: StepInput
+    facts: RowFacts
+
+
 class Parked(NamedTuple):
     """A step between `execute_model` and `sample_tokens`. output is set when the whole step was launched.
 
-    prompt: the tokens of prompts that are to be scored. is_structured, samples: bool[B], requests with
-    structured_outputs, and those that get a token.
+    prompt: the tokens of prompts that are to be scored. samples: bool[B], requests that get a token.
     """
 
-    req_ids: list[str]
-    tier: Tier
+    ids: BatchIds
+    facts: RowFacts
     output: StepOutput | None
     pending: Pending | None
-    asked: Asked
     prompt: AskedTokens | None
-    is_structured: np.ndarray
     samples: np.ndarray
 
 
@@ -92,6 +98,7 @@ class DeviceRunner:
         widths = [table.shape[1] for table in self.state.tables.block_table]
         self._prompts = PromptReports()
         self._host = HostRows(config.max_num_seqs + 1, self.groups)
+        self._last: Batch | None = None
         declared = self.state.sampling.custom
         self._checks = PlanChecks(model, config, self.groups, widths, self.ladder.max_num_tokens, declared)
         self._seed = seed
@@ -120,16 +127,16 @@ class DeviceRunner:
         if self._parked is not None:
             raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
         with self.annotate("preprocess"):
-            self._check(scheduler_output)
-            writes = self.update_states(scheduler_output)
+            columns = self.check(scheduler_output)
+            writes = self.update_states(scheduler_output, columns)
             self._move_blocks(scheduler_output)
             if not scheduler_output.total_num_scheduled_tokens:
                 self._apply_admissions([AdmitEntry(row=0, block_writes=writes)] if len(writes) else [])
                 return ModelRunnerOutput.with_kv_conn_output_only(None)
             with self.annotate("inputs"):
-                req_ids, inputs = self.build_inputs(scheduler_output, writes)
-                entry, upload = self._pack(inputs)
-        self._parked = self._launch(entry, upload, req_ids, inputs)
+                batch = self.build_inputs(columns, writes)
+                entry, upload = self._pack(batch)
+        self._parked = self._launch(entry, upload, batch)
         if self.config.check_invariants:
             audit(self.state)
         return None
@@ -151,7 +158,15 @@ class DeviceRunner:
         """Make the executables of the whole ladder, now or in the background; see `BucketTable.warm_up`."""
         self.table.warm_up(**options)
 
-    def update_states(self, so: SchedulerOutput) -> np.ndarray:
+    def check(self, so: SchedulerOutput) -> PlanColumns:
+        """The plan's requests as columns. A plan that cannot be run raises, see `execute_model`."""
+        columns = self._checks.check(so, self.rows, self._host)
+        self._keep_arrays(so)
+        for request in so.scheduled_new_reqs:
+            self._kept.values(request)
+        return columns
+
+    def update_states(self, so: SchedulerOutput, columns: PlanColumns) -> np.ndarray:
         """Stage 0, on the host: free rows of finished and preempted requests, give rows to new ones, and return the
         block-table writes of known ones, i32[N, 4]. Rows that changed go up through the admit executable.
         """
@@ -167,41 +182,56 @@ class DeviceRunner:
             entry = self._admit_entry(request)
             released.discard(entry.row)
             entries.append(entry)
+        self._give_blocks(entries, so.scheduled_new_reqs)
         for row in released:
             self._host.clear(row)
         self._kept.forget(so.finished_req_ids | {r.req_id for r in so.scheduled_new_reqs})
         self._apply_admissions([release_entry(row) for row in sorted(released)] + entries)
-        grown = so.scheduled_cached_reqs.with_new_blocks()
-        writes = [self._host.append_blocks(self.rows[req_id], blocks) for req_id, blocks in grown]
-        return np.concatenate(writes or [no_block_writes()])
+        if (growth := columns.growth) is None:
+            return no_block_writes()
+        return self._host.append_blocks(columns.rows[growth.places], growth.blocks)
 
-    def build_inputs(self, so: SchedulerOutput, block_writes: np.ndarray) -> tuple[list[str], StepInput]:
-        """(request ids in batch order, the step's input)."""
-        req_ids, counts = sort_requests(so.num_scheduled_tokens, self.ladder.query_len)
-        rows = self.rows.take(req_ids)
+    def build_inputs(self, columns: PlanColumns, block_writes: np.ndarray) -> Batch:
+        """The step's input. Of a plan with the columns of the one before it is that one's, but for its blocks."""
+        counts, last = columns.num_tokens, self._last
+        if last is not None and columns.rows is last.inputs.idx_mapping and counts is last.inputs.num_scheduled_tokens:
+            return Batch(last.ids, last.inputs.with_block_writes(block_writes), last.facts)
+        req_ids = columns.req_ids
+        if columns.is_plain:
+            new = self.rows.take(req_ids[len(columns.rows) :])
+            rows = np.concatenate([columns.rows, new]) if len(new) else columns.rows
+        else:
+            rows = self.rows.take(req_ids)
+        if (order := batch_order(counts, self.ladder.query_len)) is not None:
+            req_ids, rows, counts = [*map(req_ids.__getitem__, order.tolist())], rows[order], counts[order]
+        facts = self._host.facts(rows)
         inputs = StepInput(
             idx_mapping=rows,
             num_scheduled_tokens=counts,
             num_draft_tokens=np.zeros(len(rows), np.int32),
             groups=self.groups,
             block_writes=block_writes,
-            tier=self._host.tier_of(rows),
+            tier=facts.tier,
             keeps_tokens=(asked := self._prompt_tokens(rows, counts)) is not None and len(asked.tokens) > 0,
         )
-        return req_ids, inputs
+        batch = Batch(BatchIds(req_ids), inputs, facts)
+        self._last = None if len(self._prompts) else batch
+        return batch
 
     def audit(self, *, shared_blocks: bool = False) -> None:
         """Raises InvariantError if the state breaks an invariant; see `jaxrunner.state.audit`."""
         audit(self.state, shared_blocks=shared_blocks)
 
-    def _pack(self, inputs: StepInput) -> tuple[Entry, np.ndarray]:
+    def _pack(self, batch: Batch) -> tuple[Entry, np.ndarray]:
         """(the executable that will run, its upload). Block writes that do not fit into it go up before it."""
-        programs, bucket = self.table.programs, self.ladder.pick(inputs)
+        programs, inputs = self.table.programs, batch.inputs
+        bucket = self.ladder.pick(inputs)
         if len(inputs.block_writes) > block_write_capacity(bucket, self.groups):
             self._apply_admissions([AdmitEntry(row=0, block_writes=inputs.block_writes)])
-            inputs = dataclasses.replace(inputs, block_writes=no_block_writes())
-        has_grammar = bool(self._host.is_structured[inputs.idx_mapping].any())
-        entry = self._look_up(programs.first(bucket, has_grammar=has_grammar), real_tokens=inputs.num_tokens)
+            inputs = inputs.with_block_writes(no_block_writes())
+        entry = self._look_up(
+            programs.first(bucket, has_grammar=batch.facts.has_grammar), real_tokens=inputs.num_tokens
+        )
         assert entry.program.bucket is not None
         return entry, inputs.pack(entry.program.bucket)
 
@@ -209,38 +239,36 @@ class DeviceRunner:
         with self.annotate("lookup"):
             return self.table.get(program, real_tokens=real_tokens)
 
-    def _launch(self, entry: Entry, upload: np.ndarray, req_ids: list[str], inputs: StepInput) -> Parked:
+    def _launch(self, entry: Entry, upload: np.ndarray, batch: Batch) -> Parked:
         with self.annotate("forward", program=entry.program):
             self.state, result = self.table.call(entry, self.weights, self.state, upload)
         with self.annotate("bookkeeping"):
-            rows = inputs.idx_mapping
-            prompt = self._prompt_tokens(rows, inputs.num_scheduled_tokens)
-            samples = self._host.advance(rows, inputs.num_scheduled_tokens)
-            asked = Asked(self._host.num_logprobs[rows], self._host.num_listed[rows], self._host.wants_mask(rows))
+            rows, counts = batch.inputs.idx_mapping, batch.inputs.num_scheduled_tokens
+            prompt = self._prompt_tokens(rows, counts)
+            samples = self._host.advance(rows, counts)
             pending, output = (None, result) if entry.program.kind == "step" else (result, None)
-            is_structured = self._host.is_structured[rows]
-        return Parked(req_ids, inputs.tier, output, pending, asked, prompt, is_structured, samples)
+        return Parked(batch.ids, batch.facts, output, pending, prompt, samples)
 
     def _complete(self, parked: Parked, grammar_output: GrammarOutput | None) -> AsyncOutput:
         """Launch what is left of the step."""
-        has_grammar = bool(parked.is_structured.any())
-        if has_grammar or grammar_output is not None:
-            check_grammar_output(grammar_output, parked.req_ids, parked.is_structured, parked.samples)
+        facts = parked.facts
+        if facts.has_grammar or grammar_output is not None:
+            check_grammar_output(grammar_output, parked.ids.req_ids, facts.is_structured, parked.samples)
         self._parked = None
         output = parked.output
         if output is None:
-            entry = self._look_up(self.table.programs.finish(len(parked.req_ids), parked.tier))
+            entry = self._look_up(self.table.programs.finish(len(parked.ids), facts.tier))
             assert parked.pending is not None
-            masks = grammar_output if has_grammar else None
-            bitmask = self.masks.of(masks, parked.req_ids, entry.program.size)
+            masks = grammar_output if facts.has_grammar else None
+            bitmask = self.masks.of(masks, parked.ids.req_ids, entry.program.size)
             with self.annotate("sample"):
                 pending = parked.pending.last_tokens
                 self.state, output = self.table.call(entry, self.weights, self.state, pending, bitmask)
             has_custom = self.table.programs.custom != NO_CUSTOM
-            if not (has_grammar or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[parked.tier]):
+            if not (facts.has_grammar or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[facts.tier]):
                 output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
-        asked = parked.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
-        return AsyncOutput(parked.req_ids, output, asked, annotate=self.annotate)
+        asked = facts.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
+        return AsyncOutput(parked.ids, output, asked, annotate=self.annotate)
 
     def _prompt_tokens(self, rows: np.ndarray, counts: np.ndarray) -> AskedTokens | None:
         if not len(self._prompts):
@@ -258,8 +286,8 @@ class DeviceRunner:
             with self.annotate("sample"):
                 self.state, scores = self.table.call(entry, self.weights, self.state, parked.pending, upload)
             found.append(scores)
-        piece, prompts = self._prompts.enter(parked.req_ids, tokens, found)
-        return parked.asked._replace(piece=piece, prompts=prompts)
+        piece, prompts = self._prompts.enter(parked.ids.req_ids, tokens, found)
+        return parked.facts.asked._replace(piece=piece, prompts=prompts)
 
     def _apply_admissions(self, entries: list[AdmitEntry]) -> None:
         programs = self.table.programs
@@ -282,6 +310,7 @@ class DeviceRunner:
 
     def _admit_entry(self, request: NewRequestData) -> AdmitEntry:
         row = self.rows.add(request.req_id)
+        self._num_admitted += 1
         params = request.sampling_params or SamplingParams()
         assert request.prompt_token_ids is not None
         tokens = np.array(request.prefill_token_ids or request.prompt_token_ids, np.int32)
@@ -290,7 +319,7 @@ class DeviceRunner:
             prefill_len=len(tokens),
             num_computed_tokens=request.num_computed_tokens,
             params=params,
-            seed=self._next_seed(),
+            seed=derived_seed(self._seed, self._num_admitted) if params.seed is None else params.seed,
         )
         vocab_size = self.model.vocab_size
         scores = num_asked(params, len(request.prompt_token_ids), len(tokens))
@@ -300,7 +329,18 @@ class DeviceRunner:
         self._host.occupy(row, len(tokens), computed, params, vocab_size=vocab_size, num_prompt_scores=scores)
         lists = list_writes(params, self.model.eos_token_ids, self.config.list_sizes)
         arrays = request_rows(params, self.state.sampling.custom, len(tokens), self._kept.values(request))
-        return AdmitEntry(row, record, tokens, self._host.append_blocks(row, request.block_ids), lists, arrays)
+        return AdmitEntry(row, record, tokens, list_writes=lists, arrays=arrays)
+
+    def _give_blocks(self, entries: list[AdmitEntry], requests: list[NewRequestData]) -> None:
+        """Their blocks enter the entries of these requests."""
+        if not entries:
+            return
+        blocks = BlockLists.of([request.block_ids for request in requests], len(self.groups))
+        blocks = blocks.in_kernel_blocks(self._host.blocks_per_kv_block)
+        writes = self._host.append_blocks(np.array([entry.row for entry in entries]), blocks)
+        start = 0
+        for entry, end in zip(entries, blocks.sizes.sum(axis=1).cumsum().tolist(), strict=True):
+            entry.block_writes, start = writes[start:end], end
 
     def _keep_arrays(self, so: SchedulerOutput) -> None:
         """Copy out of their rows what preempted requests cannot have again."""
@@ -316,16 +356,6 @@ class DeviceRunner:
             with self.annotate("admit"):
                 self.state, copied = self.table.call(entry, self.state, rows)
             self._kept.keep(part, copied)
-
-    def _next_seed(self) -> int:
-        self._num_admitted += 1
-        return derived_seed(self._seed, self._num_admitted)
-
-    def _check(self, so: SchedulerOutput) -> None:
-        self._checks.check(so, self.rows.row_of, self._host)
-        self._keep_arrays(so)
-        for request in so.scheduled_new_reqs:
-            self._kept.values(request)
 
 
 def default_ladder(model: Model, config: RunnerConfig) -> Ladder:

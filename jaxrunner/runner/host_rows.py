@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxrunner.compile.buckets import Feature, Tier, lowest_tier
+from jaxrunner.runner.block_lists import BlockLists
 from jaxrunner.runner.logprob_columns import NO_LOGPROBS, asked_counts
+from jaxrunner.runner.output import Asked
 from jaxrunner.sampling_params import SamplingParams
-from jaxrunner.state.block_tables import KVGroup, expand_block_ids
+from jaxrunner.state.block_tables import KVGroup
+from jaxrunner.state.block_writes import BLOCK, COLUMN, GROUP, ROW
+
+
+class RowFacts(NamedTuple):
+    """What stays as it is while B rows keep their requests. tier: that serves all of them. is_structured: bool[B],
+    requests with structured_outputs; has_grammar: there is one. asked: what goes into the output beside tokens.
+    """
+
+    tier: Tier
+    is_structured: np.ndarray
+    has_grammar: bool
+    asked: Asked
 
 
 class HostRows:
@@ -23,6 +38,7 @@ class HostRows:
 
     def __init__(self, num_rows: int, groups: Sequence[KVGroup]):
         self.groups = groups
+        self.blocks_per_kv_block = np.array([group.blocks_per_kv_block for group in groups], np.int32)
         self.num_blocks = np.zeros((num_rows, len(groups)), np.int32)
         self.computed = np.zeros(num_rows, np.int32)
         self.known = np.zeros(num_rows, np.int32)
@@ -57,32 +73,34 @@ class HostRows:
         self.num_listed[row] = self.num_prompt_scores[row] = 0
         self.is_structured[row] = False
 
-    def tier_of(self, rows: np.ndarray) -> Tier:
-        """The tier that serves all of `rows`."""
-        return lowest_tier(int(np.bitwise_or.reduce(self.features[rows])))
+    def facts(self, rows: np.ndarray) -> RowFacts:
+        """rows: i32[B]."""
+        features, is_structured = self.features[rows], self.is_structured[rows]
+        wants_mask = (features & Feature.SAMPLING_MASK) > 0
+        return RowFacts(
+            tier=lowest_tier(int(np.bitwise_or.reduce(features))),
+            is_structured=is_structured,
+            has_grammar=bool(is_structured.any()),
+            asked=Asked(self.num_logprobs[rows], self.num_listed[rows], wants_mask),
+        )
 
-    def wants_mask(self, rows: np.ndarray) -> np.ndarray:
-        """bool[len(rows)]: requests that ask for the ids their tokens are drawn from."""
-        return (self.features[rows] & Feature.SAMPLING_MASK) > 0
-
-    def append_blocks(self, row: int, block_ids: Iterable[Sequence[int]]) -> np.ndarray:
-        """Count allocator blocks as the row's. Returns the table writes that append them, i32[N, 4]."""
-        parts = []
-        for g, ids in enumerate(block_ids):
-            kernel_ids = expand_block_ids(list(ids), self.groups[g].blocks_per_kv_block)
-            start = self.num_blocks[row, g]
-            part = np.empty((len(kernel_ids), 4), np.int32)
-            part[:, 0], part[:, 1] = g, row
-            part[:, 2] = np.arange(start, start + len(kernel_ids))
-            part[:, 3] = kernel_ids
-            self.num_blocks[row, g] += len(kernel_ids)
-            parts.append(part)
-        return np.concatenate(parts)
+    def append_blocks(self, rows: np.ndarray, blocks: BlockLists) -> np.ndarray:
+        """Count kernel blocks as those of distinct rows. Returns the table writes that append them, i32[N, 4]."""
+        held, sizes, flat = self.num_blocks[rows], blocks.sizes, blocks.sizes.ravel()
+        self.num_blocks[rows] = held + sizes
+        first = np.empty((*sizes.shape, 4), np.int32)  # of each list, as if its first place were that among all writes
+        first[..., GROUP] = np.arange(len(self.groups))
+        first[..., ROW] = rows[:, None]
+        first[..., COLUMN] = held - (flat.cumsum() - flat).reshape(sizes.shape)
+        writes = np.repeat(first.reshape(-1, 4), flat, axis=0)
+        writes[:, COLUMN] += np.arange(len(writes), dtype=np.int32)
+        writes[:, BLOCK] = blocks.ids
+        return writes
 
     def advance(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Count a step that was launched: its tokens, and one more known token for each row that samples. Returns which
         do, bool[len(rows)]."""
-        self.computed[rows] += counts
-        samples = self.computed[rows] == self.known[rows]
-        self.known[rows] += samples
+        ends, known = self.computed[rows] + counts, self.known[rows]
+        samples = ends == known
+        self.computed[rows], self.known[rows] = ends, known + samples
         return samples

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,6 +22,20 @@ NO_ID_LEFT = (
     "custom sampler took one that they or the filters forbid"
 )
 NAN_LOGITS = "{} of its logits are NaN; look at the weights, or at the step with jax_debug_nans"
+
+
+class BatchIds:
+    """req_ids: the requests of a batch, in its order. index: their places, found once for all steps of the batch."""
+
+    def __init__(self, req_ids: Sequence[str]):
+        self.req_ids = list(req_ids)
+
+    def __len__(self) -> int:
+        return len(self.req_ids)
+
+    @functools.cached_property
+    def index(self) -> dict[str, int]:
+        return dict(zip(self.req_ids, range(len(self.req_ids)), strict=True))
 
 
 class Asked(NamedTuple):
@@ -42,19 +58,19 @@ class Asked(NamedTuple):
 
 
 class AsyncOutput:
-    """req_ids: in batch order. output: the step's device arrays, kept alive until they were copied."""
+    """ids: of the step's requests. output: its device arrays, kept alive until they were copied."""
 
     def __init__(
         self,
-        req_ids: list[str],
+        ids: BatchIds,
         output: StepOutput,
         asked: Asked | None = None,
         *,
         annotate: Annotate = TraceAnnotation,
     ):
         self._annotate = annotate
-        self._req_ids = req_ids
-        self._asked = asked = asked or Asked.nothing(len(req_ids))
+        self._ids = ids
+        self._asked = asked = asked or Asked.nothing(len(ids))
         self._device = output.sampled_token_ids
         self._device_mask = output.sampling_mask if asked.wants_mask.any() else None
         self._device_nans, self._device_failed = output.num_nans, output.failed
@@ -71,16 +87,16 @@ class AsyncOutput:
             with self._annotate("wait", ready=self._device.is_ready()):  # type: ignore[attr-defined]
                 sampled = np.asarray(self._device)
             with self._annotate("postprocess"):
-                self._result = self._output(sampled[: len(self._req_ids)])
+                self._result = self._output(sampled[: len(self._ids)])
         return self._result
 
     def _output(self, sampled: np.ndarray) -> ModelRunnerOutput:
         tokens, has_token = sampled.tolist(), sampled[:, 0] != NO_TOKEN
-        if (sampled == NO_TOKEN).any():
-            tokens = [[t for t in row if t != NO_TOKEN] for row in tokens]
+        for place in np.flatnonzero((sampled == NO_TOKEN).any(axis=1)).tolist():
+            tokens[place] = [t for t in tokens[place] if t != NO_TOKEN]
         result = ModelRunnerOutput(
-            req_ids=self._req_ids,
-            req_id_to_index=dict(zip(self._req_ids, range(len(sampled)), strict=True)),
+            req_ids=self._ids.req_ids.copy(),  # the caller's to change
+            req_id_to_index=self._ids.index.copy(),
             sampled_token_ids=tokens,
             logprobs=self._logprobs(has_token),
             sampling_masks=self._sampling_masks(has_token),
@@ -103,10 +119,11 @@ class AsyncOutput:
     def _sampling_errors(self) -> dict[str, str]:
         if self._device_failed is None:
             return {}
-        failed = np.asarray(self._device_failed)[: len(self._req_ids)]
+        req_ids = self._ids.req_ids
+        failed = np.asarray(self._device_failed)[: len(req_ids)]
         num_nans = np.zeros(len(failed), int) if self._device_nans is None else np.asarray(self._device_nans)
         causes = {i: NAN_LOGITS.format(num_nans[i]) if num_nans[i] else NO_ID_LEFT for i in np.flatnonzero(failed)}
-        return {self._req_ids[i]: f"request {self._req_ids[i]!r}: {cause}" for i, cause in causes.items()}
+        return {req_ids[i]: f"request {req_ids[i]!r}: {cause}" for i, cause in causes.items()}
 
     def _sampling_masks(self, has_token: np.ndarray) -> SamplingMaskLists | None:
         if self._device_mask is None:
@@ -130,4 +147,4 @@ class AsyncOutput:
     def _num_nans(self) -> dict[str, int] | None:
         if self._device_nans is None:
             return None
-        return dict(zip(self._req_ids, np.asarray(self._device_nans).tolist(), strict=False))
+        return dict(zip(self._ids.req_ids, np.asarray(self._device_nans).tolist(), strict=False))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from functools import cached_property, reduce
+from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrunner.contract import CachedRequestData, SchedulerOutput
+from jaxrunner.contract import SchedulerOutput
 from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.models.model import Model
 from jaxrunner.runner.admission import check_block_lists, check_new_request, check_scheduler_output
+from jaxrunner.runner.block_lists import BlockLists
 from jaxrunner.runner.config import RunnerConfig
+from jaxrunner.runner.plan_columns import Growth, PlainPlans, PlanColumns, RequestRows
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.block_moves import pack_moves
 from jaxrunner.state.block_tables import KVGroup, expand_block_ids
@@ -42,26 +44,28 @@ class PlanChecks:
     widths: Sequence[int]
     max_num_tokens: int
     custom: ArraySets = ()
+    _plain: PlainPlans = dataclasses.field(default_factory=PlainPlans, init=False)
 
-    def check(self, so: SchedulerOutput, rows: dict[str, int], counts: RowCounts) -> None:
-        """Raises AdmissionError, NotBuiltError or CapacityError, naming the request, for a plan that cannot be run.
+    def check(self, so: SchedulerOutput, requests: RequestRows, counts: RowCounts) -> PlanColumns:
+        """The plan's columns. Raises AdmissionError, NotBuiltError or CapacityError, naming the request, for a plan
+        that cannot be run.
 
-        rows: row of each request that the runner holds. A steady step runs no Python per request here.
+        requests: that the runner holds. A steady step runs no Python per request here.
         """
-        check_scheduler_output(so, rows)
+        rows = requests.row_of
+        columns = self._plain.columns(so, requests)
+        check_scheduler_output(so, rows, plain_total=None if columns is None else columns.total)
         gone = {i for i in so.finished_req_ids | (so.preempted_req_ids or set()) if i in rows}
         readded = {r.req_id for r in so.scheduled_new_reqs if r.req_id in rows} - gone
         num_free = self.config.max_num_seqs - len(rows)
         if len(so.scheduled_new_reqs) > num_free + len(gone) + len(readded):
             raise CapacityError(f"more than max_num_seqs={self.config.max_num_seqs} requests at a time")
         self._check_new(so)
-        cached = so.scheduled_cached_reqs
-        for req_id, blocks in cached.with_new_blocks():
-            check_block_lists(req_id, blocks, len(self.groups))
-            self._check_blocks(req_id, counts.num_blocks[rows[req_id]], blocks)
-        if cached.req_ids:
-            places = np.fromiter(map(rows.__getitem__, cached.req_ids), np.int32, len(cached.req_ids))
-            self._check_cached(cached, places, counts, so.num_scheduled_tokens)
+        if grown := so.scheduled_cached_reqs.with_new_blocks():
+            growth = self._check_growth(so.scheduled_cached_reqs.req_ids, grown, rows, counts)
+            columns = (columns or PlanColumns.of(so, rows))._replace(growth=growth)
+        columns = columns or PlanColumns.of(so, rows)
+        self._check_cached(so.scheduled_cached_reqs.req_ids, columns, counts)
         if so.new_block_ids_to_zero or so.kv_cache_block_copies:
             named = [*(so.new_block_ids_to_zero or [])]
             named += [b for c in so.kv_cache_block_copies or [] for b in (c.src_block_id, c.dst_block_id)]
@@ -71,6 +75,7 @@ class PlanChecks:
             raise AdmissionError(
                 f"{so.total_num_scheduled_tokens} tokens in one step; this runner takes {self.max_num_tokens}"
             )
+        return columns
 
     def _check_new(self, so: SchedulerOutput) -> None:
         for request in so.scheduled_new_reqs:
@@ -107,35 +112,54 @@ class PlanChecks:
             if count + len(ids) * group.blocks_per_kv_block > width:
                 raise AdmissionError(f"request {req_id!r}: more blocks than the {width} columns of its table")
 
-    def _check_cached(
-        self, cached: CachedRequestData, rows: np.ndarray, of: RowCounts, num_scheduled_tokens: dict[str, int]
-    ) -> None:
+    def _check_growth(
+        self, req_ids: list[str], grown: list[tuple[int, Any]], rows: dict[str, int], of: RowCounts
+    ) -> Growth:
+        """Raises AdmissionError if the blocks that known requests get are none, or more than their tables take.
+
+        req_ids: of all known requests. grown: see `CachedRequestData.with_new_blocks`.
+        """
+        places, new_block_ids = zip(*grown, strict=True)
+        held = of.num_blocks[[rows[req_ids[place]] for place in places]]
+        blocks = BlockLists.if_sound(new_block_ids, len(self.groups), self.config.num_blocks)
+        if blocks is None or (held + blocks.sizes * self._blocks_per_kv_block > self._table_widths).any():
+            for place, count, block_ids in zip(places, held, new_block_ids, strict=True):
+                check_block_lists(req_ids[place], block_ids, len(self.groups))
+                self._check_blocks(req_ids[place], count, block_ids)
+            blocks = BlockLists.of(new_block_ids, len(self.groups))
+        return Growth(np.array(places), blocks.in_kernel_blocks(self._blocks_per_kv_block))
+
+    def _check_cached(self, req_ids: list[str], columns: PlanColumns, of: RowCounts) -> None:
         """Raises AdmissionError if a known request is scheduled past its tokens, its blocks or max_model_len.
 
-        rows: of cached.req_ids. A steady step runs no Python per request here.
+        req_ids: of the columns' rows. A steady step runs no Python per request here.
         """
-        counts = np.fromiter(map(num_scheduled_tokens.get, cached.req_ids, itertools.repeat(0)), np.int32, len(rows))
-        ends = of.computed[rows] + counts
-        held = of.num_blocks[rows]
-        if grown := cached.with_new_blocks():
-            place = {req_id: i for i, req_id in enumerate(cached.req_ids)}
-            for req_id, blocks in grown:
-                held[place[req_id]] += [
-                    len(b) * g.blocks_per_kv_block for b, g in zip(blocks, self.groups, strict=True)
-                ]
-        sizes = np.array([g.block_size for g in self.groups], np.int32)
+        rows = columns.rows
+        ends, known, held = of.computed[rows] + columns.counts, of.known[rows], of.num_blocks[rows]
+        if (growth := columns.growth) is not None:
+            held[growth.places] += growth.blocks.sizes
+        room = [num_blocks * group.block_size for num_blocks, group in zip(held.T, self.groups, strict=True)]
+        if not (ends > reduce(np.minimum, room, np.minimum(known, self.config.max_model_len))).any():
+            return
         limits = {
-            "that are known": of.known[rows],
-            "that its blocks hold": (held * sizes).min(axis=1, initial=np.iinfo(np.int32).max),
-            "of max_model_len": self.config.max_model_len,
+            "that are known": known,
+            "that its blocks hold": reduce(np.minimum, room),
+            "of max_model_len": np.full_like(known, self.config.max_model_len),
         }
         for what, limit in limits.items():
-            if (over := (counts > 0) & (ends > limit)).any():
+            if (over := (columns.counts > 0) & (ends > limit)).any():
                 i = int(over.argmax())
-                most = np.broadcast_to(limit, over.shape)[i]
                 raise AdmissionError(
-                    f"request {cached.req_ids[i]!r}: tokens up to {ends[i]} are scheduled of {most} {what}"
+                    f"request {req_ids[i]!r}: tokens up to {ends[i]} are scheduled of {limit[i]} {what}"
                 )
+
+    @cached_property
+    def _blocks_per_kv_block(self) -> np.ndarray:
+        return np.array([group.blocks_per_kv_block for group in self.groups], np.int32)
+
+    @cached_property
+    def _table_widths(self) -> np.ndarray:
+        return np.array(self.widths, np.int32)
 
 
 def block_moves(so: SchedulerOutput, config: RunnerConfig) -> list[np.ndarray]:

@@ -11,10 +11,12 @@ from jaxrunner.state.requests import PARKING_ROW
 
 
 class RowMap:
-    """Rows 1..max_num_seqs, handed out lowest first at the start and last freed first afterwards. row_of: the map."""
+    """Rows 1..max_num_seqs, handed out lowest first at the start and last freed first afterwards. row_of: the map.
+    version: see `RequestRows`."""
 
     def __init__(self, max_num_seqs: int):
         self.row_of: dict[str, int] = {}
+        self.version = 0
         self._free = list(range(max_num_seqs, PARKING_ROW, -1))
 
     def __contains__(self, req_id: object) -> bool:
@@ -37,6 +39,7 @@ class RowMap:
         if not self._free:
             raise CapacityError(f"no free row for request {req_id!r}")
         row = self.row_of[req_id] = self._free.pop()
+        self.version += 1
         return row
 
     def remove(self, req_id: str) -> int | None:
@@ -44,6 +47,7 @@ class RowMap:
         row = self.row_of.pop(req_id, None)
         if row is not None:
             self._free.append(row)
+            self.version += 1
         return row
 
     def take(self, req_ids: Sequence[str]) -> np.ndarray:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -36,11 +38,11 @@ class StepInput:
     def num_reqs(self) -> int:
         return len(self.idx_mapping)
 
-    @property
+    @functools.cached_property
     def num_tokens(self) -> int:
         return int(self.num_scheduled_tokens.sum())
 
-    @property
+    @functools.cached_property
     def max_query_len(self) -> int:
         return int(self.num_scheduled_tokens.max(initial=0))
 
@@ -50,6 +52,13 @@ class StepInput:
         longest = self.max_query_len
         return longest if self.num_reqs and longest * self.num_reqs == self.num_tokens else None
 
+    def with_block_writes(self, block_writes: np.ndarray) -> StepInput:
+        """The same batch with other blocks. What was found out about the batch goes along, so that a steady decode does
+        not look at its requests again."""
+        other = copy.copy(self)
+        object.__setattr__(other, "block_writes", block_writes)
+        return other
+
     def layout(self, bucket: Bucket) -> Layout:
         return step_layout(bucket, self.groups, self.num_draft_slots)
 
@@ -57,21 +66,35 @@ class StepInput:
         """The upload for `bucket`, i32[n]. Raises CapacityError when the step does not fit, naming what is too many."""
         check_fits(self, bucket)
         check_block_writes(self.block_writes)
-        starts = np.zeros(bucket.num_reqs + 1, np.int32)
+        layout = self.layout(bucket)
+        if bucket not in self._packed:
+            self._packed[bucket] = layout.pack(self._batch_sections(bucket))
+        writes: dict[str, np.ndarray | int | list] = {
+            "num_block_writes": len(self.block_writes),
+            "block_writes": self.block_writes,
+        }
+        return layout.pack(writes, base=self._packed[bucket])
+
+    @functools.cached_property
+    def _packed(self) -> dict[Bucket, np.ndarray]:
+        """Uploads without block writes."""
+        return {}
+
+    def _batch_sections(self, bucket: Bucket) -> dict[str, np.ndarray | int | list]:
+        starts = np.full(bucket.num_reqs + 1, self.num_tokens, np.int32)
+        starts[0] = 0
         np.cumsum(self.num_scheduled_tokens, out=starts[1 : self.num_reqs + 1])
-        starts[self.num_reqs + 1 :] = starts[self.num_reqs]
         values: dict[str, np.ndarray | int | list] = {
             "num_reqs": self.num_reqs,
-            "num_block_writes": len(self.block_writes),
             "idx_mapping": self.idx_mapping,
             "query_start_loc": starts,
-            "block_writes": self.block_writes,
         }
         if self.num_draft_slots:
             values["num_draft_tokens"] = self.num_draft_tokens
-        return self.layout(bucket).pack(values)
+        return values
 
 
+@functools.lru_cache
 def step_layout(bucket: Bucket, groups: tuple[KVGroup, ...], num_draft_slots: int = 0) -> Layout:
     """Sections of a step's upload. Blocks: as many as the bucket's tokens can newly touch, in every group."""
     sections: list[tuple[str, tuple[int, ...]]] = [

@@ -93,7 +93,7 @@ def pack_admit(layout: Layout, entries: list[AdmitEntry]) -> np.ndarray:
     if any((len(e.list_writes) or e.arrays) and e.record is None for e in entries):
         raise InvariantError("an entry writes lists or arrays without a record; the others of its row would stay")
     writes = np.concatenate([e.block_writes for e in entries] or [no_block_writes()])
-    lists = [np.insert(e.list_writes, 0, e.row, axis=1) for e in entries]
+    lists = [np.insert(e.list_writes, 0, e.row, axis=1) for e in entries if len(e.list_writes)]
     check_block_writes(writes)
     zero = np.zeros(RECORD_WIDTH, np.int32)
     with_arrays = [e for e in entries if e.arrays]

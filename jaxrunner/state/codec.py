@@ -7,6 +7,7 @@ copying it, so a later write would change what the device reads.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import TypeVar
@@ -29,35 +30,42 @@ class Layout:
 
     sections: tuple[tuple[str, tuple[int, ...]], ...]
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         return sum(_room(shape) for _, shape in self.sections)
+
+    @functools.cached_property
+    def places(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        """Where each section lies in the vector, without the gap behind it, and its shape."""
+        found, offset = {}, 0
+        for name, shape in self.sections:
+            found[name] = slice(offset, offset + math.prod(shape)), shape
+            offset += _room(shape)
+        return found
 
     def shape_of(self, section: str) -> tuple[int, ...]:
         return dict(self.sections)[section]
 
-    def pack(self, values: Mapping[str, np.ndarray | int | list]) -> np.ndarray:
-        """A fresh i32[size] vector, read-only. A section may be given shorter than its shape along axis 0.
+    def pack(self, values: Mapping[str, np.ndarray | int | list], *, base: np.ndarray | None = None) -> np.ndarray:
+        """A fresh i32[size] vector, read-only. A section may be given shorter than its shape along axis 0. What is not
+        given is zero, or what it is in `base`, a vector of this layout.
 
         Raises CapacityError for a value that is longer than its section and OverflowError for one that does not fit
         32 bits (JAX itself would cut it without a word).
         """
-        if unknown := set(values) - {name for name, _ in self.sections}:
+        if unknown := values.keys() - self.places.keys():
             raise KeyError(f"no section is called {sorted(unknown)}")
-        vector = np.zeros(self.size, np.int32)
-        offset = 0
-        for name, shape in self.sections:
-            size = math.prod(shape)
-            if name in values:
-                _fill(vector[offset : offset + size].reshape(shape), values[name], name)
-            offset += _room(shape)
+        vector = np.zeros(self.size, np.int32) if base is None else base.copy()
+        for name, value in values.items():
+            where, shape = self.places[name]
+            _fill(vector[where].reshape(shape), value, name)
         vector.flags.writeable = False
         return vector
 
     def assemble(self, values: Mapping[str, jax.Array]) -> jax.Array:
         """The vector of `pack`, made on the device, also inside a trace. A section left out is zero; one that is given
         has its whole shape."""
-        if unknown := set(values) - {name for name, _ in self.sections}:
+        if unknown := values.keys() - self.places.keys():
             raise KeyError(f"no section is called {sorted(unknown)}")
         parts = []
         for name, shape in self.sections:
@@ -69,12 +77,7 @@ class Layout:
         """The sections of a vector, inside or outside of a trace; of a NumPy vector they are views."""
         if vector.shape != (self.size,) or vector.dtype != np.int32:
             raise ValueError(f"expected i32[{self.size}], got {vector.dtype}{list(vector.shape)}")
-        parts, offset = {}, 0
-        for name, shape in self.sections:
-            size = math.prod(shape)
-            parts[name] = vector[offset : offset + size].reshape(shape)
-            offset += _room(shape)
-        return parts
+        return {name: vector[where].reshape(shape) for name, (where, shape) in self.places.items()}
 
 
 def _room(shape: tuple[int, ...]) -> int:

@@ -53,28 +53,26 @@ RECORD_FIELDS: tuple[Field, ...] = REQUEST_FIELDS + SAMPLING_FIELDS
 RECORD_WIDTH = len(RECORD_FIELDS)
 
 
+_FLOATS = [column for column, field in enumerate(RECORD_FIELDS) if field.dtype == "f32"]
+
+
 def encode_record(values: Mapping[str, int | float]) -> np.ndarray:
     """One admission record, i32[RECORD_WIDTH]: every per-row field, floats bit-cast.
 
     Raises KeyError for a field that is missing or unknown: an admission rewrites the whole row or nothing.
     """
-    names = {f.name for f in RECORD_FIELDS}
-    if set(values) != names:
-        raise KeyError(f"record fields differ from the declaration: {sorted(names ^ set(values))}")
-    words = np.empty(RECORD_WIDTH, np.int32)
-    for column, field in enumerate(RECORD_FIELDS):
-        value = values[field.name]
-        words[column] = np.float32(value).view(np.int32) if field.dtype == "f32" else _as_int32(value)
+    if strange := values.keys() ^ {f.name for f in RECORD_FIELDS}:
+        raise KeyError(f"record fields differ from the declaration: {sorted(strange)}")
+    integers = [0 if f.dtype == "f32" else values[f.name] for f in RECORD_FIELDS]
+    for value in integers:
+        if not -(2**31) <= value < 2**31:
+            raise OverflowError(f"{value} does not fit 32 bits")
+    words = np.array(integers, np.int32)
+    words[_FLOATS] = np.array([values[RECORD_FIELDS[column].name] for column in _FLOATS], np.float32).view(np.int32)
     return words
 
 
 def split_seed(seed: int) -> tuple[int, int]:
     """(low, high) words of a 64-bit seed as signed 32-bit numbers."""
-    low, high = np.array([seed & (2**64 - 1)], np.uint64).view(np.int32)
-    return int(low), int(high)
-
-
-def _as_int32(value: int | float) -> np.int32:
-    if not -(2**31) <= value < 2**31:
-        raise OverflowError(f"{value} does not fit 32 bits")
-    return np.int32(value)
+    low, high = seed & (2**32 - 1), (seed >> 32) & (2**32 - 1)
+    return (low ^ 2**31) - 2**31, (high ^ 2**31) - 2**31

@@ -8,7 +8,7 @@ table, and all of them together are one leaf of the state, because each leaf cos
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from jaxrunner.errors import AdmissionError
 from jaxrunner.sampling_params import SamplingParams
 
 NO_WRITES = np.zeros((0, 2), np.int32)
+NO_IDS = np.zeros(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +72,10 @@ def list_writes(params: SamplingParams, eos_token_ids: Sequence[int], sizes: Lis
     lists: dict[str, np.ndarray] = {
         "stop_ids": _ids(masked_stop_ids(params, eos_token_ids)),
         "bias_ids": _ids(bias),
-        "bias_values": np.fromiter(bias.values(), np.float32, len(bias)).view(np.int32),
+        "bias_values": np.fromiter(bias.values(), np.float32, len(bias)).view(np.int32) if bias else NO_IDS,
         "allowed_ids": _ids(params.allowed_token_ids or ()),
         "bad_word_ids": _ids([token for word in words for token in word]),
-        "bad_word_place": np.array([place for word in words for place in _places(len(word))], np.int32),
+        "bad_word_place": np.array([p for word in words for p in _places(len(word))], np.int32) if words else NO_IDS,
         "logprob_ids": _ids(params.logprob_token_ids or ()),
         "prompt_logprob_ids": _ids(params.prompt_logprob_token_ids or ()),
         "replay_ids": _ids(params.replay_token_ids or ()),
@@ -147,9 +148,9 @@ def _check_room(where: str, size: str, what: str, count: int, room: int) -> None
         )
 
 
-def _ids(ids: Iterable[int]) -> np.ndarray:
+def _ids(ids: Collection[int]) -> np.ndarray:
     """As the state holds them: id + 1."""
-    return (np.fromiter(ids, np.int64) + 1).astype(np.int32)
+    return (np.fromiter(ids, np.int64) + 1).astype(np.int32) if ids else NO_IDS
 
 
 def _places(length: int) -> list[int]:

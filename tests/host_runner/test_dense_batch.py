@@ -47,6 +47,29 @@ def test_regions_come_in_order_and_only_misplaced_rows_move():
     assert batch.take_update() is None
 
 
+def test_the_version_is_another_one_whenever_rows_have_changed():
+    batch = batch_of(p1=4, d1=1, d2=1)
+    versions = [batch.version]
+    for change in (
+        batch.reorder,
+        lambda: batch.swap(0, 1),
+        lambda: batch.remove("d1"),
+        batch.condense,
+        lambda: batch.add("n1", SamplingParams()),
+    ):
+        before = batch.row_of.copy()
+        change()
+        assert (batch.row_of != before) == (batch.version != versions[-1])
+        versions.append(batch.version)
+    assert len(set(versions)) == len(versions)
+    batch.reorder()
+    version = batch.version
+    batch.reorder()
+    batch.remove("unknown")
+    batch.condense()
+    assert batch.version == version
+
+
 def test_the_prompt_from_its_beginning_is_a_prefill_however_short():
     batch = batch_of(p1=1, d1=1)
     batch.reorder()

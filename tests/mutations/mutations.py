@@ -233,8 +233,8 @@ PADDING = (
     Mutation(
         "block writes: doubles are not noticed",
         "state/block_writes.py",
-        "len(np.unique(writes[:, :BLOCK], axis=0)) != len(writes)",
-        "len(np.unique(writes, axis=0)) != len(writes)",
+        "writes[:, GROUP])), :BLOCK]",
+        "writes[:, GROUP]))]",
         (WRITES + "test_two_writes_to_one_cell_are_refused",),
     ),
     Mutation(
@@ -908,6 +908,23 @@ LOGPROBS = (
         "uniform = None if inputs.keeps_tokens else inputs.uniform_query_len",
         "uniform = inputs.uniform_query_len",
         (CHUNKED,),
+    ),
+    Mutation(
+        "plain plans: rows are kept although the map has changed",
+        "runner/plan_columns.py",
+        "if self._version == requests.version and len",
+        "if len",
+        ("tests/runner/test_plan_columns.py::test_rows_that_were_given_anew_are_looked_up_again",),
+    ),
+    Mutation(
+        "plain plans: what is equal to an id counts as that id",
+        "runner/plan_columns.py",
+        "all(map(is_, first, second))",
+        "list(first) == list(second)",
+        (
+            "tests/runner/test_plan_columns.py::test_a_plan_that_is_refused_is_not_plain[a truth value-True]",
+            "tests/runner/test_plan_columns.py::test_a_runner_refuses_strange_plans_after_steady_ones[3-device]",
+        ),
     ),
     Mutation(
         "rows: listed ids of the last owner are counted",

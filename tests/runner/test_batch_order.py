@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from jaxrunner.runner.batch_order import sort_requests
+import numpy as np
+
+from jaxrunner.runner.batch_order import batch_order
 
 
 def test_order_with_drafts():
-    tokens = {"a": 512, "b": 1, "c": 4, "d": 1, "e": 3, "f": 64}
-    drafts = {"c": [1, 2, 3], "e": [1, 2]}
-    ids, counts = sort_requests(tokens, 4, drafts)
-    assert ids == ["c", "e", "b", "d", "f", "a"]
-    assert counts.tolist() == [4, 3, 1, 1, 64, 512]
+    ids, num_tokens = "abcdef", np.array([512, 1, 4, 1, 3, 64], np.int32)
+    order = batch_order(num_tokens, 4, np.array([i in "ce" for i in ids]))
+    assert [ids[i] for i in order] == ["c", "e", "b", "d", "f", "a"]
+    assert num_tokens[order].tolist() == [4, 3, 1, 1, 64, 512]
 
 
 def test_order_without_drafts():
-    ids, counts = sort_requests({"a": 512, "b": 1, "c": 1, "d": 8})
-    assert ids == ["b", "c", "d", "a"]
-    assert counts.tolist() == [1, 1, 8, 512]
+    assert batch_order(np.array([512, 1, 1, 8], np.int32)).tolist() == [1, 2, 3, 0]
 
 
 def test_a_uniform_batch_keeps_the_scheduler_order():
-    assert sort_requests({"z": 1, "a": 1, "m": 1})[0] == ["z", "a", "m"]
+    assert batch_order(np.array([1, 1, 1], np.int32)) is None

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrunner import DeviceRunner, ListSizes, SamplingParams, ThinkingTokens
 from jaxrunner.errors import AdmissionError
-from jaxrunner.runner.output import Asked, AsyncOutput
+from jaxrunner.runner.output import Asked, AsyncOutput, BatchIds
 from jaxrunner.sampling.packed_bits import pack_bits
 from jaxrunner.stages.sample import StepOutput
 from jaxrunner.state.runner_state import host_view
@@ -157,7 +157,7 @@ def test_masks_are_taken_apart_as_numpy_does_it():
     wanted = np.array([True, True, True, True, True, False])
     step_output = jax.tree.map(jnp.asarray, output)
     asked = Asked.nothing(6)._replace(wants_mask=wanted)
-    masks = AsyncOutput(list("abcdef"), step_output, asked).get_output().sampling_masks
+    masks = AsyncOutput(BatchIds("abcdef"), step_output, asked).get_output().sampling_masks
     for row, expected in enumerate([*bits[:4], [], []]):
         assert masks.of_request(row).tolist() == np.flatnonzero(expected).tolist()
 

@@ -57,11 +57,12 @@ def recorded(step: int, **fields):
 
 def test_a_recorded_prefill_gives_the_index_arrays_of_the_formulas(runner):
     so = scheduler_output_from_vllm(recorded(0))
-    writes = runner.update_states(so)
-    req_ids, inputs = runner.build_inputs(so, writes)
+    columns = runner.check(so)
+    writes = runner.update_states(so, columns)
+    ids, inputs, _ = runner.build_inputs(columns, writes)
     bucket = runner.ladder.pick(inputs)
     batch = prepare_inputs(runner.state, inputs, bucket=bucket)
-    assert req_ids == ["short", "long"]  # one-token requests first
+    assert ids.req_ids == ["short", "long"]  # one-token requests first
     assert batch.query_start_loc.tolist() == [0, 1, 21, 21, 21]
     assert batch.seq_lens.tolist() == [1, 20, 0, 0]
     assert batch.positions.tolist() == [0, *range(20), *[0] * 11]
@@ -75,9 +76,10 @@ def test_a_recorded_prefill_gives_the_index_arrays_of_the_formulas(runner):
 def test_a_recorded_run_replays(runner):
     assert set(run(runner, scheduler_output_from_vllm(recorded(0)))) == {"long", "short"}
     so = scheduler_output_from_vllm(recorded(1))
-    writes = runner.update_states(so)
+    columns = runner.check(so)
+    writes = runner.update_states(so, columns)
     assert writes.tolist() == [[0, runner.rows["short"], 1, 5]]
-    _, inputs = runner.build_inputs(so, writes)
+    inputs = runner.build_inputs(columns, writes).inputs
     batch = prepare_inputs(runner.state, inputs, bucket=runner.ladder.pick(inputs))
     assert batch.positions.tolist() == [20, 1, 0, 0]
     assert batch.slot_mapping[0].tolist() == [9 * 8 + 4, 4 * 8 + 1, -1, -1]

@@ -14,7 +14,7 @@ import pytest
 from jaxrunner import SamplingParams
 from jaxrunner.contract import LogprobsLists
 from jaxrunner.engine.logprobs import token_logprobs as entry_of
-from jaxrunner.runner.output import Asked, AsyncOutput
+from jaxrunner.runner.output import Asked, AsyncOutput, BatchIds
 from jaxrunner.sampling.logprobs import token_logprobs
 from jaxrunner.stages.sample import StepOutput
 from jaxrunner.state.reports import DEFAULT_REPORTS, Reports
@@ -36,7 +36,7 @@ def lists(logits, sampled, num_logprobs, has_token=None, reports=DEFAULT_REPORTS
     ids = sampled if has_token is None else jnp.where(jnp.asarray(has_token), sampled, -1)
     output = StepOutput(ids[:, None], (ids >= 0).astype(jnp.int32), found)
     asked = Asked.nothing(len(logits))._replace(num_logprobs=np.array(num_logprobs))
-    return AsyncOutput([f"r{i}" for i in range(len(logits))], output, asked).get_output().logprobs
+    return AsyncOutput(BatchIds([f"r{i}" for i in range(len(logits))]), output, asked).get_output().logprobs
 
 
 def entries(logits, sampled, count) -> list[dict[int, tuple[float, int]]]:
