@@ -180,13 +180,14 @@ def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
 
 
 def sampler(tier: Tier, reports: Reports, logits, params, position, history, bitmask) -> tuple[Sampled, Any]:
-    """What a step does with bfloat16 logits: (tokens and what belongs to them, NaN of each row if they are counted)."""
+    """What a step does with bfloat16 logits: (tokens and what belongs to them, NaN of each row if they are counted).
+    Scores are no result of a step, and writing them would take as long as a pass."""
     wide = logits.astype(jnp.float32)
     if bitmask is not None:
         wide = mask_by_grammar(wide, bitmask)
     counts = reports.nan_check != "off"
     num_nans = count_nans(wide, jnp.ones(len(wide), bool)) if counts else None
-    return sample_tokens(wide, params, position, tier=tier, history=history), num_nans
+    return sample_tokens(wide, params, position, tier=tier, history=history)._replace(scores=None), num_nans
 
 
 @functools.cache
@@ -197,14 +198,15 @@ def one(tier: Tier, reports: Reports):
 
 @functools.cache
 def several(tier: Tier, reports: Reports):
-    """The same for each of some batches of logits, one after the other."""
+    """The same for each of some batches of logits, one after the other, each at a position of its own: its draw would
+    else be the first one's, computed once."""
 
     @jax.jit
     def calls(logits, params, position, history, bitmask):
         outputs = []
-        for each in logits:
+        for number, each in enumerate(logits):
             each, outputs = jax.lax.optimization_barrier((each, outputs))
-            outputs.append(sampler(tier, reports, each, params, position, history, bitmask))
+            outputs.append(sampler(tier, reports, each, params, position - number, history, bitmask))
         return outputs
 
     return calls

@@ -19,13 +19,14 @@ def chunk_maxima(
 ) -> Float32[Array, "B N"] | None:
     """The greatest logit of each chunk of the kernel that filters; None where XLA does.
 
-    Raises ImplementationError where a named implementation cannot run.
+    Computed apart: XLA makes of the greatest of these another pass over the row. Raises ImplementationError where a
+    named implementation cannot run.
     """
     from jaxrunner.pallas import filters_mosaic
 
     against = {"mosaic": filters_mosaic.reason_against(logits.shape[1])}
     is_kernel = resolve("filters", implementation, against) == "mosaic"
-    return filters_mosaic.best_of_chunks(logits) if is_kernel else None
+    return lax.optimization_barrier(filters_mosaic.best_of_chunks(logits)) if is_kernel else None
 
 
 def best_id(logits: Float32[Array, "B V"], maxima: Float32[Array, "B N"] | None) -> Int32[Array, "B"]:

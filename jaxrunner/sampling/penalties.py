@@ -58,7 +58,8 @@ class Penalties(NamedTuple):
 
     def _penalise(self, logits: Float32[Array, "B N"], words: UInt32[Array, "B N"]) -> Float32[Array, "B N"]:
         count = (words & (self.unit - 1)).astype(jnp.float32)
-        factor = jnp.where(words != 0, self.repetition[:, None], 1.0)
+        # Not "!= 0": XLA takes that 0 for what the scratch is filled with, and reads it from a second scratch.
+        factor = jnp.where(words >= 1, self.repetition[:, None], 1.0)
         logits = jnp.where(logits > 0, logits / factor, logits * factor)
         logits = logits - self.frequency[:, None] * count
         return logits - jnp.where(count > 0, self.presence[:, None], 0.0)

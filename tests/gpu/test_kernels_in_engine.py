@@ -7,6 +7,7 @@ import functools
 import pytest
 
 from jaxrunner import DeviceRunner, Ladder, RunnerConfig
+from jaxrunner.compile.buckets import TIER_FEATURES, Feature
 from jaxrunner.compile.hlo import implementations, mosaic_kernels
 from jaxrunner.compile.programs import Program
 from jaxrunner.models.model import LayerSpec, Model
@@ -31,9 +32,14 @@ def engine() -> DeviceRunner:
 
 def expected(program: Program) -> dict[str, int]:
     """One input preparation a step; one rotation with KV write and one attention a layer, whose shares are combined
-    in a decode of few requests; one commit at the end. Admission and block moves hold none."""
+    in a decode of few requests; one filter of a sampled draw; one commit at the end. Admission and block moves hold
+    none."""
+    if program.kind == "finish":
+        assert program.tier is not None
+        filters = {"sampling_filter": 1} if Feature.FILTERS in TIER_FEATURES[program.tier] else {}
+        return {"commit_rows": 1} | filters
     if program.bucket is None:
-        return {"commit_rows": 1} if program.kind == "finish" else {}
+        return {}
     layers = MODEL.num_layers
     kernels = {"input_prep_kernel": 1, "rope_kv_write": layers}
     if program.kind == "step":
@@ -53,7 +59,7 @@ def test_every_executable_holds_its_kernels_and_no_other():
         if program.bucket is not None:
             found = implementations(text)
             assert {found[op] for op in found if op != "commit" or program.kind == "step"} == {"mosaic"}
-    assert len(kinds) == 7, "decodes with and without combination, fused and not; a ragged step; a finish; the rest"
+    assert len(kinds) == 8, "decodes with and without combination, fused and not; a ragged step; finishes; the rest"
 
 
 def test_every_executable_updates_the_state_in_place():

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from jaxrunner import Ladder
+from jaxrunner.compile.compiler import LoweredProgram
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.lowering_process import LoweringProcess
 from jaxrunner.errors import BucketMissError
@@ -30,7 +31,8 @@ def test_tokens_do_not_depend_on_what_is_ready(runner, monkeypatch):
     opened, known = threading.Event(), set(runner.table.programs.all())
     wanted = {serving.table.programs.first(LARGER.decode_bucket(4, "greedy"))}
 
-    def compile_(program):
+    def compile_(todo):
+        program = todo.program
         if program not in known:
             assert opened.wait(60)
             return Entry(program, None)
@@ -39,7 +41,7 @@ def test_tokens_do_not_depend_on_what_is_ready(runner, monkeypatch):
 
     first = serving.table.programs.first(LARGER.mixed_bucket(32, "greedy"))
     finish = serving.table.programs.finish(4, "greedy")
-    monkeypatch.setattr(serving.table.compiler, "lower", lambda program: program)
+    monkeypatch.setattr(serving.table.compiler, "lower", lambda program: LoweredProgram(program, None, 0.0, 0.0))
     monkeypatch.setattr(serving.table.compiler, "compile", compile_)
     serving.warm_up(background=True, threads=len(serving.table.programs.all()))
     try:
