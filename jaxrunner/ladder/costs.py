@@ -113,8 +113,10 @@ class Costs:
         cls, rows: Iterable[Mapping[str, Any]], conditions: Mapping[str, Any], *, name: str, variant: str | None = None
     ) -> Costs:
         """Costs from a benchmark's rows. A measured bucket is a row with `kind`, `size`, `value` in ms and, for a
-        decode, `context`, the keys of a request; it may have `variant`, `make_s`, `code_bytes` and `temp_bytes`. Rows
-        without `kind` are left alone, and so are those that are void or failed.
+        decode, `context`, the keys of a request; it may have `variant`, `make_s`, `code_bytes` and `temp_bytes`. A row
+        `start-up/VARIANT` has the seconds of a warm-up by the clock: its executables were made at the same time, on all
+        cores, so each is priced at its share of that. Other rows without `kind` are left alone, and so are those that
+        are void or failed.
 
         conditions: `ns_per_key`, and where they apply `variant` (the default one), `other_s`, `graph_s`, `graph_bytes`
         and `once_s`.
@@ -137,6 +139,7 @@ class Costs:
             curves[kind] = {size: max(0.0, float(np.mean(values))) for size, values in points.items()}
         if not curves["decode"] or not curves["mixed"]:
             raise AdmissionError("measured are buckets of one kind alone; decode and mixed are needed")
+        share = _share_of_clock(rows, chosen, variant, conditions.get("other_s", 0.0))
         # A ragged step runs the products of a decode of as many tokens: decodes bound it where it was not measured.
         smaller = {n: v for n, v in curves["decode"].items() if n < min(curves["mixed"])}
         return cls(
@@ -144,10 +147,10 @@ class Costs:
             Curve.of(curves["decode"].items(), rising=True),
             Curve.of((smaller | curves["mixed"]).items(), rising=True),
             per_key,
-            make=_curve(chosen, "make_s"),
+            make=_curve(chosen, "make_s", share),
             code_bytes=_curve(chosen, "code_bytes"),
             temp_bytes=_curve(chosen, "temp_bytes"),
-            other_seconds=conditions.get("other_s", 0.0),
+            other_seconds=conditions.get("other_s", 0.0) * share,
             graph_seconds=conditions.get("graph_s"),
             graph_bytes=conditions.get("graph_bytes", 0.0),
             once_seconds=conditions.get("once_s", 0.0),
@@ -187,7 +190,8 @@ class Costs:
         return self.of_placements(dataclasses.replace(placed, size=steps.num_tokens), steps)
 
     def start_up(self, scheme: Scheme) -> tuple[float | None, float | None]:
-        """(seconds to make all that the scheme needs, one after the other; bytes), None where not measured.
+        """(seconds to make all that the scheme needs, bytes), None where not measured. Seconds of executables are by
+        the clock of a warm-up on all cores, if one was measured, else one after the other, as those of graphs are.
 
         Bytes of executables are their code and the largest temporary alone: only one runs at a time.
         """
@@ -200,7 +204,8 @@ class Costs:
         seconds = float(self.make(made.sizes).sum()) + others + self.once_seconds
         if self.code_bytes is None or self.temp_bytes is None:
             return seconds, None
-        return seconds, float(self.code_bytes(made.sizes).sum() + self.temp_bytes(max(made.sizes)))
+        largest = float(self.temp_bytes(max(made.sizes))) if made.sizes else 0.0
+        return seconds, float(self.code_bytes(made.sizes).sum()) + largest
 
 
 def shipped() -> list[str]:
@@ -209,9 +214,20 @@ def shipped() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
-def _curve(rows: list[Mapping[str, Any]], field: str) -> Curve | None:
+def _share_of_clock(
+    rows: Iterable[Mapping[str, Any]], buckets: list[Mapping[str, Any]], variant: str | None, other_seconds: float
+) -> float:
+    """Seconds of the warm-up by the clock over those of its executables together; 1 where it was not measured."""
+    own = {(row["kind"], row["size"]): row["make_s"] for row in buckets if row.get("make_s")}
+    start = next((row for row in rows if row.get("name") == f"start-up/{variant}" and row.get("value")), None)
+    if start is None or not own:
+        return 1.0
+    return start["value"] / (sum(own.values()) + (start["executables"] - start["buckets"]) * other_seconds)
+
+
+def _curve(rows: list[Mapping[str, Any]], field: str, factor: float = 1.0) -> Curve | None:
     points: dict[int, list[float]] = {}
     for row in rows:
         if row.get(field) is not None:
-            points.setdefault(row["size"], []).append(row[field])
+            points.setdefault(row["size"], []).append(row[field] * factor)
     return Curve.of((n, float(np.mean(v))) for n, v in points.items()) if points else None

@@ -4,7 +4,8 @@ What one half of a trace shows is a sample: the next half has sizes that the fir
 every count of the first pads those far. So counts are smoothed before the ladder is chosen: each is spread over its
 neighbourhood on a logarithmic axis, and a part of all weight over all sizes. How wide, and how large a part, is chosen
 on the given steps alone: each choice is fitted on one quarter of their time and judged on the rest, four times. To fit
-on less than is judged on prefers ladders that can bear a change of load.
+on less than is judged on prefers ladders that can bear a change of load. Where what follows shares no sizes with what
+was seen, as in an engine whose queue only grows, equally spaced sizes can still do better.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Smoothing:
     background: float
 
 
-CHOICES = tuple(Smoothing(w, b) for w, b in itertools.product((0.0, 0.1, 0.3), (0.01, 0.1, 0.5)))
+CHOICES = tuple(Smoothing(w, b) for w, b in itertools.product((0.0, 0.1, 0.3), (0.01, 0.03, 0.1)))
 FOLDS = 4
 JUDGED_RUNGS = 12
 """Most rungs that a choice of smoothing is judged with."""

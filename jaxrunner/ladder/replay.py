@@ -25,7 +25,7 @@ class Outcome:
     buckets, executables: see `StartUp`. steps, real_tokens, padded_tokens: what ran, pads included in the last.
     ways: steps by how they ran, see `placement.WAYS`. misses: distinct sizes that were compiled on demand.
     cost, cost_without_padding: of all steps, in `unit`; the second is what the same steps cost in buckets of their very
-    sizes. start_s: seconds to make everything one after the other. start_bytes: what it holds. None: not measured.
+    sizes. start_s, start_bytes: see `Costs.start_up`.
     """
 
     name: str

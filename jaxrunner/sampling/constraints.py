@@ -30,7 +30,7 @@ def constrain(
     What a row does not ask for leaves it bit for bit. params: the rows' parameters in batch order. position: index the
     new token will have in its request. custom: the user's processors.
     """
-    raw, penalties = logits, Penalties.count(history, position, params, logits.shape[1])
+    raw, penalties = logits, Penalties.of_history(history, position, params, logits.shape[1])
     # Lists come before penalties. They hold few ids, so all are penalised in one pass and those of the lists once more.
     logits = keep_allowed(penalties.apply(raw), raw, penalties, params.list_of("allowed_ids"))
     bias = lax.bitcast_convert_type(params.list_of("bias_values"), jnp.float32)

@@ -34,7 +34,9 @@ class Penalties(NamedTuple):
     presence: Float32[Array, "B"]
 
     @classmethod
-    def count(cls, history: History, position: Int32[Array, "B"], params: SamplingState, vocab_size: int) -> Penalties:
+    def of_history(
+        cls, history: History, position: Int32[Array, "B"], params: SamplingState, vocab_size: int
+    ) -> Penalties:
         """position: index of the new token, so the tokens before it count. params: a repetition of 0 is off as well."""
         repetition = jnp.where(params.repetition_penalty <= 0, 1.0, params.repetition_penalty)
         frequency, presence = params.frequency_penalty, params.presence_penalty

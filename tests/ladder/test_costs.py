@@ -90,6 +90,20 @@ def test_start_up_of_executables():
     assert held == pytest.approx(2 * (10 + 12) + 14 + 50)
 
 
+def test_executables_made_at_the_same_time_are_priced_by_the_clock():
+    """5 + 7 + 9 s of three buckets and 2 x 0.5 s of others were 11 s by the clock: half of their sum."""
+    warm_up = {"name": "start-up/on", "value": 11.0, "executables": 5, "buckets": 3}
+    rows = [*({"variant": "on"} | row for row in ROWS), warm_up]
+    alone, together = costs(), costs(rows, variant="on")
+    scheme = Buckets("b", Ladder((1, 9), (64,), (9,)))
+    assert together.start_up(scheme)[0] == pytest.approx(alone.start_up(scheme)[0] / 2)
+    assert together.start_up(scheme)[1] == alone.start_up(scheme)[1]
+
+
+def test_a_scheme_without_executables_of_its_own_needs_no_temporary():
+    assert costs().start_up(CudaGraphs("g", vllm_sizes(8), 8))[1] == 0.0
+
+
 def test_start_up_of_graphs_is_by_their_number():
     """The peer's record: 1734 graphs in 5 s and 0.98 GiB, after 21.2 s of compilation."""
     seconds, held = Costs.load(PEER).start_up(CudaGraphs("g", vllm_sizes(512), 512))
