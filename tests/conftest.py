@@ -30,6 +30,13 @@ GOLDEN = Path(__file__).parent / "golden"
 os.environ["JAXRUNNER_COMPILATION_CACHE"] = "off"  # a cache would hide compilations from the tests that count them
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes for the whole suite. None beside this one for tests that were named, and on a GPU, whose memory the
+    first of them would take."""
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    return 2 if is_whole and config.getoption("markexpr") != "gpu" else 0
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import jax
 
