@@ -70,8 +70,19 @@ def test_the_decode_kernel_takes_them(tuned):
 def test_the_tuner_asks_for_what_the_kernels_look_up(tuned):
     case = next(case for case in tune.cases() if len(case.requests) == 8)
     assert tune.key_of(case) == tuned_sizes.key_of("attention_decode", batch=8, **SHAPE)
-    for candidates, kernel in ((tune.DECODE, decode_attention), (tune.PREFILL, ragged_attention)):
-        assert {name for sizes in candidates for name in sizes} <= set(inspect.signature(kernel).parameters)
+    for case in tune.cases():
+        kernel = decode_attention if case.is_decode else ragged_attention
+        assert {name for sizes in tune.candidates(case) for name in sizes} <= set(inspect.signature(kernel).parameters)
+
+
+def test_a_decode_is_also_tuned_for_one_request_with_many_more_keys():
+    for case in tune.cases():
+        if not case.is_decode or len(case.requests) == 1:
+            continue
+        lens, uniform = ([n for _, n in c.requests] for c in (tune.skewed(case), case))
+        assert len(lens) == len(uniform)
+        assert sum(lens) <= sum(uniform)
+        assert lens[0] == min(8 * uniform[0], sum(uniform) * 3 // 4)
 
 
 @pytest.mark.parametrize("path", sorted(tuned_sizes.FOLDER.glob("*.json")), ids=lambda path: path.stem)
