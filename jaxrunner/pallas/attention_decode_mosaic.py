@@ -77,6 +77,17 @@ def tiles_of_share(tiles: jax.Array, ctas: int, splits: int, min_tiles: int) -> 
     return each[jnp.argmin(cost)].reshape(1)
 
 
+def longest_first(tiles: jax.Array) -> jax.Array:
+    """i32[B], the requests in the order of their key tiles, i32[B], most first: what is begun last should be short.
+
+    By counting, which is two small kernels where a sort is many.
+    """
+    number = jnp.arange(len(tiles), dtype=jnp.int32)
+    is_before = (tiles > tiles[:, None]) | ((tiles == tiles[:, None]) & (number < number[:, None]))
+    rank = is_before.sum(axis=1, dtype=jnp.int32)
+    return jnp.where(rank == number[:, None], number, 0).sum(axis=1, dtype=jnp.int32)
+
+
 class _Share(NamedTuple):
     """One CTA's part of a request: `tiles` key tiles from `first` on, one of `shares` shares."""
 
@@ -140,6 +151,9 @@ def decode_attention(
     first, last = tile_range(metadata.seq_lens)
     largest = tiles_of_share(last - first, head_tiles * token_tiles, splits, min_tiles)
 
+    # In one round all CTAs begin at once.
+    order = longest_first(last - first) if batch * head_tiles * token_tiles > CTAS_OF_GPU else None
+
     def share_of(seq_len, largest, split) -> _Share:
         first, last = tile_range(seq_len)
         tiles = last - first
@@ -149,15 +163,18 @@ def decode_attention(
         return _Share(shares, first + start, jnp.maximum(jnp.minimum(tiles - start, each), 0))
 
     def attention_decode(q_ref, kv_ref, layer_ref, table, seq_lens, largest_ref, sinks_ref, *refs):
-        scales_ref = None
+        scales_ref = order_ref = None
         if kv_scales is not None:
             scales_ref, refs = refs[0], refs[1:]
+        if order is not None:
+            order_ref, refs = refs[0], refs[1:]
         out_ref, *partial_refs = refs[: len(out_type)]
         scratch = refs[len(out_type) :]
         index = lax.axis_index("cta")
         head, index = lax.rem(index, jnp.int32(head_tiles)), lax.div(index, jnp.int32(head_tiles))
         token_tile, index = lax.rem(index, jnp.int32(token_tiles)), lax.div(index, jnp.int32(token_tiles))
         split, b = lax.rem(index, jnp.int32(splits)), lax.div(index, jnp.int32(splits))
+        b = b if order_ref is None else order_ref[b]
         share = share_of(seq_lens[b], largest_ref[0], split)
 
         @compat.when(split < share.shares)
@@ -325,6 +342,7 @@ def decode_attention(
         largest,
         by_row,
         *([] if kv_scales is None else [kv_scales]),
+        *([] if order is None else [order]),
     )
     if splits > 1:
         lengths = (metadata.seq_lens, largest)

@@ -56,6 +56,26 @@ def test_mosaic_interpreted(spec):
     check(spec, arrays, result)
 
 
+@needs_mosaic
+def test_mosaic_interpreted_in_several_rounds_of_ctas(monkeypatch):
+    """Which are those of the longest requests first."""
+    from jaxrunner.pallas import attention_decode_mosaic
+
+    monkeypatch.setattr(attention_decode_mosaic, "CTAS_OF_GPU", 2)
+    spec = specs.decode("rounds", (70, 1, 130, 0, 16, 129), num_heads=4, num_kv_heads=1)
+    arrays = spec.build(seed=3)
+    with compat.interpreting():
+        result = run(spec, arrays, mosaic(spec, 1))
+    check(spec, arrays, result)
+
+
+def test_the_longest_requests_are_first_and_equal_ones_stay_in_order():
+    from jaxrunner.pallas.attention_decode_mosaic import longest_first
+
+    tiles = np.random.default_rng(0).integers(0, 20, 70).astype(np.int32)
+    assert np.asarray(longest_first(jnp.asarray(tiles))).tolist() == np.argsort(-tiles, kind="stable").tolist()
+
+
 MODELS = {
     "Llama-3-8B": dict(num_heads=32, num_kv_heads=8, head_dim=128),
     "Qwen2-7B": dict(num_heads=28, num_kv_heads=4, head_dim=128),
@@ -174,6 +194,15 @@ def test_swizzled_memory_that_is_cut_within_its_period_is_refused(row_major):
 def test_mosaic_on_the_gpu(spec, splits):
     arrays = spec.build(seed=2)
     check(spec, arrays, run(spec, arrays, mosaic(spec, splits)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [64, 300])
+def test_mosaic_on_the_gpu_in_several_rounds_of_ctas(batch):
+    seq_lens = tuple(int(n) for n in np.random.default_rng(batch).integers(0, 600, batch))
+    spec = specs.decode("rounds", seq_lens, num_heads=32, num_kv_heads=8, head_dim=128)
+    arrays = spec.build(seed=4)
+    check(spec, arrays, run(spec, arrays, functools.partial(attention, implementation="mosaic")))
 
 
 @pytest.mark.gpu
