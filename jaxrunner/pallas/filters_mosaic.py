@@ -21,27 +21,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrunner.pallas import compat
+from jaxrunner.pallas.row_chunks import (
+    CHUNK,
+    INFINITE,
+    MAX,
+    RowChunks,
+    chunk_layout,
+    count_chunks,
+    list_chunks,
+    magnitudes,
+    vector,
+)
 from jaxrunner.sampling.top_p import UNIT_BITS, WORD, mass_exponent, mass_limit, power_of_two, scaled_mass
 
-CHUNK = 512
 N_BOUNDS = 8
 AT_ONCE = 4
 """Chunks that are visited together, while as many more are on their way from memory; and how many ids a lane keeps."""
 MOST_GATHERED = 256
 """Ids of a top_k that are gathered; with more of them lanes would drop some too often."""
-NOTED_AT_ONCE = 8
 MOST_PASSES = 40
-INFINITE, MAX = 0x7F800000, 0x7FFFFFFF
-"""The magnitude of -inf; above every one."""
 WEIGHTLESS = 0x41B00000
 """22.0: an id of exp(-22) times the greatest probability has no mass at any scale, see `mass_exponent`."""
-
-
-def reason_against(vocab_size: int) -> str | None:
-    """Why the kernel cannot take rows of so many ids, or None."""
-    if vocab_size < CHUNK or vocab_size % 4:
-        return f"it takes a vocabulary of {CHUNK} ids or more, a multiple of 4, not {vocab_size}"
-    return None
 
 
 def filter_ends_mosaic(
@@ -56,51 +56,21 @@ def filter_ends_mosaic(
     Raises ImplementationError where Mosaic GPU kernels cannot run.
     """
     rows, vocab_size = scaled.shape
-    num_chunks = -(-vocab_size // CHUNK)
-    wide = compat.strided(CHUNK)
-    nearest = _magnitudes(best)
-    num_places = nearest.shape[1]
+    num_chunks = count_chunks(vocab_size)
+    num_places = num_chunks + -num_chunks % compat.LANES
+    nearest = magnitudes(best, num_places)
 
     def sampling_filter(scaled_ref, nearest_ref, furthest_ref, count_ref, mass_ref, magnitude_ref, end_ref, *scratch):
         listed, magnitude_of, bounds_of, *gathered_of = scratch
         row = lax.axis_index("cta")
 
-        def vector(value):
-            return compat.repeated(jnp.asarray(value, jnp.int32), (CHUNK,), wide)
-
+        chunks = RowChunks(scaled_ref, row, vocab_size)
+        load, read = chunks.load, chunks.read
         zero = vector(0)
-        place = compat.iota(CHUNK)
 
-        def start_of(chunk):
-            return jnp.minimum(chunk * CHUNK, vocab_size - CHUNK)
-
-        def load(chunk):
-            """Scores, of which nothing is computed before they are wanted: that would wait for them."""
-            return compat.load(scaled_ref.at[row, compat.ds(start_of(chunk), CHUNK)], layout=wide, optimized=False)
-
-        def read(chunk, scores):
-            """(ids, magnitudes) of a chunk; what belongs to the one before it, or lies behind the last, is infinite."""
-            ids = place + vector(start_of(chunk))
-            bits = lax.bitcast_convert_type(jnp.abs(scores), jnp.int32)
-            return ids, jnp.where(ids >= vector(chunk * CHUNK), bits, vector(INFINITE))
-
-        def list_chunks(stop):
+        def list_below(stop):
             """The list becomes the chunks that hold a magnitude below `stop`; returns how many."""
-            compat.commit()  # no thread reads the old list any more
-
-            def note(i, length):
-                chunks = [i * NOTED_AT_ONCE + n for n in range(NOTED_AT_ONCE)]
-                magnitudes = [magnitude_of[chunk] for chunk in chunks]
-                for chunk, magnitude in zip(chunks, magnitudes, strict=True):
-                    listed[length] = chunk
-                    length = length + (magnitude < stop).astype(jnp.int32)
-                return length
-
-            length = lax.fori_loop(0, num_places // NOTED_AT_ONCE, note, jnp.int32(0))
-            for i in range(2 * AT_ONCE):
-                listed[length + i] = jnp.int32(num_chunks)  # behind the last: nothing
-            compat.commit()
-            return length
+            return list_chunks(listed, magnitude_of, num_places, stop, behind=num_chunks, more=2 * AT_ONCE)
 
         def over_chunks(length, visit, carry, gathered=False):
             """visit(chunk, magnitudes, carry) over all chunks of the list, in their order, or over what is gathered."""
@@ -126,7 +96,9 @@ def filter_ends_mosaic(
 
         def kept():
             """What is gathered, as scores."""
-            return [-lax.bitcast_convert_type(compat.load(ref, layout=wide), jnp.float32) for ref in gathered_of]
+            return [
+                -lax.bitcast_convert_type(compat.load(ref, layout=chunk_layout()), jnp.float32) for ref in gathered_of
+            ]
 
         def gather(length, top):
             """(whether all ids before `top` are gathered, the length of the list, which then are the places of them)"""
@@ -269,7 +241,7 @@ def filter_ends_mosaic(
             )
             # One more, for those at `reach` itself.
             stop = jnp.where(counts, top, jnp.minimum(top, INFINITE) + 1)
-            length = lax.cond(gathered, lambda: jnp.int32(AT_ONCE), lambda: list_chunks(stop))
+            length = lax.cond(gathered, lambda: jnp.int32(AT_ONCE), lambda: list_below(stop))
             few = counts & (limit <= min(MOST_GATHERED, num_chunks)) & (top <= INFINITE)
             gathered, length = lax.cond(few, lambda: gather(length, top), lambda: (gathered, length))
             exponent, equal = lax.cond(
@@ -317,7 +289,7 @@ def filter_ends_mosaic(
                 is_here = (before < wanted) & (after >= wanted)
                 return after, jnp.where(is_here, chunk, chosen), jnp.where(is_here, wanted - before, left)
 
-            _, chunk, left = over_chunks(list_chunks(magnitude + 1), visit, (jnp.int32(0),) * 3)
+            _, chunk, left = over_chunks(list_below(magnitude + 1), visit, (jnp.int32(0),) * 3)
             ids, bits = read(chunk, load(chunk))
             ties = is_tie(bits)
 
@@ -360,15 +332,3 @@ def filter_ends_mosaic(
         auto_barriers=False,
     )(scaled, nearest, furthest, count, mass)
     return magnitude, end
-
-
-def best_of_chunks(scaled: jax.Array) -> jax.Array:
-    """f32[B, N], the greatest score of each chunk."""
-    padded = jnp.pad(scaled, ((0, 0), (0, -scaled.shape[1] % CHUNK)), constant_values=-jnp.inf)
-    return jnp.max(padded.reshape(len(scaled), -1, CHUNK), axis=2)
-
-
-def _magnitudes(scores: jax.Array) -> jax.Array:
-    """i32[B, N], the bits of their size, and MAX up to a multiple of 128."""
-    bits = lax.bitcast_convert_type(jnp.abs(scores), jnp.int32)
-    return jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % compat.LANES)), constant_values=MAX)

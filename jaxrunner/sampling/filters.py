@@ -1,13 +1,17 @@
-"""The filters of a draw, one after the other: min_p, top_k, top_p."""
+"""The filters of a draw, one after the other: min_p, top_k, top_p; and the draw from what they leave."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.sampling.min_p import min_p
+from jaxrunner.sampling.random import gumbel
 from jaxrunner.sampling.temperature import is_sound, scale
 from jaxrunner.sampling.top_k import limit_of, top_k
 from jaxrunner.sampling.top_p import is_on, top_p
@@ -22,11 +26,11 @@ def chunk_maxima(
     Computed apart: XLA makes of the greatest of these another pass over the row. Raises ImplementationError where a
     named implementation cannot run.
     """
-    from jaxrunner.pallas import filters_mosaic
+    from jaxrunner.pallas import row_chunks
 
-    against = {"mosaic": filters_mosaic.reason_against(logits.shape[1])}
+    against = {"mosaic": row_chunks.reason_against(logits.shape[1])}
     is_kernel = resolve("filters", implementation, against) == "mosaic"
-    return lax.optimization_barrier(filters_mosaic.best_of_chunks(logits)) if is_kernel else None
+    return lax.optimization_barrier(row_chunks.best_of_chunks(logits)) if is_kernel else None
 
 
 def best_id(logits: Float32[Array, "B V"], maxima: Float32[Array, "B N"] | None) -> Int32[Array, "B"]:
@@ -34,24 +38,55 @@ def best_id(logits: Float32[Array, "B V"], maxima: Float32[Array, "B N"] | None)
     is read."""
     if maxima is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    from jaxrunner.pallas.filters_mosaic import CHUNK
+    from jaxrunner.pallas.row_chunks import CHUNK
 
     ids = jnp.argmax(maxima, axis=-1).astype(jnp.int32)[:, None] * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
     values = jnp.take_along_axis(logits, ids, axis=1, mode="fill", fill_value=-jnp.inf)
     return ids[:, 0] + jnp.argmax(values, axis=-1).astype(jnp.int32)
 
 
+class Left(NamedTuple):
+    """What a kernel draws from: see `draw_mosaic`. sound: bool[B], rows that are not damaged."""
+
+    scaled: jax.Array
+    best: jax.Array
+    magnitude: jax.Array
+    end: jax.Array
+    sound: jax.Array
+
+
 def scale_and_filter(
     logits: Float32[Array, "B V"], params: SamplingState, maxima: Float32[Array, "B N"] | None
-) -> Float32[Array, "B V"]:
-    """`temperature.scale`, then `apply_filters`. With its chunks' maxima the kernel filters, and the row's greatest is
-    known."""
+) -> tuple[Float32[Array, "B V"], Left | None]:
+    """(`temperature.scale`, then `apply_filters`; the same for a kernel). With its chunks' maxima the kernel filters,
+    and the row's greatest is known."""
     if maxima is None:
-        return apply_filters(scale(logits, params.temperature), params)
+        return apply_filters(scale(logits, params.temperature), params), None
     highest = jnp.max(maxima, axis=-1, keepdims=True)
     # What is greatest in a chunk stays it, and becomes the same number.
     scaled, best = (scale(x, params.temperature, highest) for x in (logits, maxima))
     return _mosaic(scaled, params, best)
+
+
+def draw(
+    scores: Float32[Array, "B V"],
+    keys: jax.Array,
+    left: Left | None,
+    best: Int32[Array, "B"],
+    is_greedy: Bool[Array, "B"],
+) -> Int32[Array, "B"]:
+    """argmax of scores + noise, the lowest id on a tie, the first NaN if there is one; of greedy rows any id.
+
+    left: of `scale_and_filter`; with it a kernel draws, and reads no scores. best: the rows' `best_id`, which is the
+    token of damaged ones.
+    """
+    if left is None:
+        return jnp.argmax(scores + gumbel(keys, scores.shape[1]), axis=-1).astype(jnp.int32)
+    from jaxrunner.pallas.draw_mosaic import NOTHING, draw_mosaic
+
+    magnitude = jnp.where(left.sound & ~is_greedy, left.magnitude, NOTHING)
+    drawn = draw_mosaic(left.scaled, left.best, magnitude, left.end, jax.random.key_data(keys))
+    return jnp.where(left.sound & ~is_greedy, drawn, best)
 
 
 def apply_filters(scaled: Float32[Array, "B V"], params: SamplingState) -> Float32[Array, "B V"]:
@@ -66,7 +101,9 @@ def apply_filters(scaled: Float32[Array, "B V"], params: SamplingState) -> Float
     return top_p(scaled, jnp.where(sound, params.top_p, 0))
 
 
-def _mosaic(scaled: Float32[Array, "B V"], params: SamplingState, best: Float32[Array, "B N"]) -> Float32[Array, "B V"]:
+def _mosaic(
+    scaled: Float32[Array, "B V"], params: SamplingState, best: Float32[Array, "B N"]
+) -> tuple[Float32[Array, "B V"], Left]:
     """See `apply_filters`. The masses of top_p are computed by the kernel's exp, which may differ in the last bit."""
     from jaxrunner.pallas import filters_mosaic
 
@@ -80,4 +117,5 @@ def _mosaic(scaled: Float32[Array, "B V"], params: SamplingState, best: Float32[
     magnitude, end = filters_mosaic.filter_ends_mosaic(fixed, best, furthest, count, mass)
     own = lax.bitcast_convert_type(jnp.abs(scaled), jnp.int32)
     is_tie = (own == magnitude[:, None]) & (jnp.arange(vocab_size) < end[:, None])
-    return jnp.where((own < magnitude[:, None]) | is_tie | ~sound[:, None], scaled, -jnp.inf)
+    kept = jnp.where((own < magnitude[:, None]) | is_tie | ~sound[:, None], scaled, -jnp.inf)
+    return kept, Left(fixed, best, magnitude, end, sound)

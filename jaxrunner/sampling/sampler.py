@@ -14,11 +14,11 @@ from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.sampling.constraints import constrain, has_no_id
 from jaxrunner.sampling.custom import CustomRun
-from jaxrunner.sampling.filters import best_id, chunk_maxima, scale_and_filter
+from jaxrunner.sampling.filters import best_id, chunk_maxima, draw, scale_and_filter
 from jaxrunner.sampling.history import History
 from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxrunner.sampling.packed_bits import pack_bits
-from jaxrunner.sampling.random import gumbel, row_keys
+from jaxrunner.sampling.random import row_keys
 from jaxrunner.sampling.replay import replayed
 from jaxrunner.sampling.temperature import GREEDY_BELOW, divide, scale
 from jaxrunner.state.sampling import SamplingState
@@ -56,7 +56,8 @@ def sample_tokens(
 
     params: the rows' parameters in batch order. position: index the new token will have in its request. history: for
     tiers with constraints. custom: the user's processors and sampler; those that serve every request run in all tiers,
-    the others from "constrained" on. implementation: of the filters.
+    the others from "constrained" on. implementation: of the filters and the draw
+    from what they leave.
     tier "greedy": exact argmax, the lowest id on a tie. tier "random": rows with a temperature take the argmax of
     logits / temperature + Gumbel noise, which draws from the softmax; greedy rows as before. Tiers from "filtered" on
     filter before the draw, from "constrained" on the whole list of `jaxrunner.sampling` applies. A row's token is the
@@ -79,12 +80,13 @@ def sample_tokens(
     scores = logits
     if Feature.DRAW in features:
         is_greedy = params.temperature < GREEDY_BELOW
+        left = None
         if Feature.FILTERS in features:
-            scores = scale_and_filter(logits, params, maxima)
+            scores, left = scale_and_filter(logits, params, maxima)
         else:
             scores = scale(logits, params.temperature)
         keys = row_keys(params.seed, position)
-        drawn = jnp.argmax(scores + gumbel(keys, logits.shape[-1]), axis=-1).astype(jnp.int32)
+        drawn = draw(scores, keys, left, tokens, is_greedy)
         if custom is not None and no_id_left is not None:
             drawn, is_lost, new = custom.draw(scores, drawn, keys, asked=asked)
             no_id_left, updates = no_id_left | (is_lost & ~is_greedy), updates | new

@@ -32,11 +32,11 @@ def engine() -> DeviceRunner:
 
 def expected(program: Program) -> dict[str, int]:
     """One input preparation a step; one rotation with KV write and one attention a layer, whose shares are combined
-    in a decode of few requests; one filter of a sampled draw; one commit at the end. Admission and block moves hold
-    none."""
+    in a decode of few requests; one filter and one draw of sampled tokens; one commit at the end. Admission and block
+    moves hold none."""
     if program.kind == "finish":
         assert program.tier is not None
-        filters = {"sampling_filter": 1} if Feature.FILTERS in TIER_FEATURES[program.tier] else {}
+        filters = {"sampling_filter": 1, "sampling_draw": 1} if Feature.FILTERS in TIER_FEATURES[program.tier] else {}
         return {"commit_rows": 1} | filters
     if program.bucket is None:
         return {}

@@ -329,9 +329,16 @@ RANDOMNESS = (
     Mutation(
         "random: one draw for the whole batch, dealt out by row",
         "sampling/random.py",
-        "return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32))(keys)",
+        'return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="low"))(keys)',
         "return jax.random.gumbel(keys[0], (keys.shape[0], vocab_size), jnp.float32)",
         (RANDOM + "test_rows_do_not_depend_on_their_neighbours", SAMPLER + "test_k042_neighbours_do_not_matter"),
+    ),
+    Mutation(
+        "random: single ids have noise of their own",
+        "sampling/random.py",
+        "first, second = words[0], ids + words[1]",
+        "first, second = words[1], ids + words[0]",
+        (RANDOM + "test_noise_of_single_ids_is_that_of_the_row",),
     ),
     Mutation(
         "sample: the draw depends on the row, not on the position",

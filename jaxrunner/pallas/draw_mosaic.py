@@ -1,0 +1,174 @@
+"""The draw from what the filters left, as a Mosaic GPU kernel: argmax of score + Gumbel noise.
+
+Noise costs a hundred instructions an id, and the filters leave few ids. So a row's ids are gathered first: of the
+chunks that hold any, by their greatest scores, each lane keeps the few that it meets, and noise is drawn for these
+alone. Where a lane meets too many, or most chunks hold some, it is drawn for those whole chunks. An id whose score is
+so low that no noise could make it the greatest counts as dropped.
+
+A CTA, one warpgroup, has a part of a row, so that few rows occupy the GPU too; XLA takes the best of the parts.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxrunner.pallas import compat
+from jaxrunner.pallas.row_chunks import (
+    CHUNK,
+    INFINITE,
+    MAX,
+    NOTED_AT_ONCE,
+    RowChunks,
+    chunk_layout,
+    count_chunks,
+    list_chunks,
+    magnitudes,
+    vector,
+)
+from jaxrunner.sampling.random import gumbel_of
+
+KEPT = 2
+"""Ids that a lane keeps. A part with ids in half of its chunks has a lane with more about once in 20 times."""
+AT_ONCE = 4
+"""Chunks that are gathered together, while as many more are on their way from memory."""
+ENOUGH_CTAS = 1024
+HOPELESS = 0x41A40000
+"""20.5: noise is between -4.48 and 15.95, and the best score is 0."""
+NOTHING = -1
+"""A `magnitude` of rows for which no token is drawn."""
+
+
+def draw_mosaic(
+    scaled: jax.Array, best: jax.Array, magnitude: jax.Array, end: jax.Array, words: jax.Array
+) -> jax.Array:
+    """i32[B], the id with the greatest score + noise (`random.gumbel_of`), the lowest on a tie; of rows with nothing
+    left, any i32.
+
+    scaled: f32[B, V], not positive, the greatest of a row 0. best: of its chunks, see `best_of_chunks`. magnitude, end:
+    i32[B], which ids are left, see `filter_ends_mosaic`; NOTHING for rows that draw nothing. words: u32[B, 2], of the
+    rows' keys.
+    Raises ImplementationError where Mosaic GPU kernels cannot run.
+    """
+    rows, vocab_size = scaled.shape
+    num_chunks = count_chunks(vocab_size)
+    parts, places = split(rows, num_chunks)
+    nearest = magnitudes(best, (parts - 1) * places + compat.LANES)
+
+    def sampling_draw(
+        scaled_ref, nearest_ref, magnitude_ref, end_ref, words_ref, greatest_ref, id_ref, listed, magnitude_of, *kept
+    ):
+        row, part = lax.axis_index("row"), lax.axis_index("part")
+        chunks = RowChunks(scaled_ref, row, vocab_size)
+        kept_bits, kept_ids = kept
+        zero, one, infinite = vector(0), vector(1), vector(INFINITE)
+        reach, end = jnp.minimum(magnitude_ref[row], HOPELESS), end_ref[row]
+
+        def repeated(number):
+            return compat.repeated(number, (CHUNK,), chunk_layout())
+
+        def slot(number):
+            return compat.ds(number * CHUNK, CHUNK)
+
+        def is_left(ids, bits):
+            return (bits < vector(reach)) | ((bits == vector(reach)) & (ids < vector(end)))
+
+        def gather(length):
+            """Keeps what is left of all listed chunks; returns the most that a lane met."""
+
+            def loaded(first):
+                return [chunks.load(listed[first + n]) for n in range(AT_ONCE)]
+
+            def some(i, carry):
+                scores, number, bits_of, ids_of = carry
+                following = loaded((i + 1) * AT_ONCE)
+                for n, each in enumerate(scores):
+                    ids, bits = chunks.read(listed[i * AT_ONCE + n], each)
+                    left = is_left(ids, bits)
+                    here = [left & (number == vector(n)) for n in range(KEPT)]
+                    bits_of = tuple(jnp.where(h, bits, old) for h, old in zip(here, bits_of, strict=True))
+                    ids_of = tuple(jnp.where(h, ids, old) for h, old in zip(here, ids_of, strict=True))
+                    number = number + jnp.where(left, one, zero)
+                return following, number, bits_of, ids_of
+
+            start = loaded(0), zero, (infinite,) * KEPT, (zero,) * KEPT
+            rounds = lax.div(length + AT_ONCE - 1, jnp.int32(AT_ONCE))
+            _, number, bits_of, ids_of = lax.fori_loop(0, rounds, some, start)
+            for n in range(KEPT):
+                kept_bits[slot(n)] = bits_of[n]
+                kept_ids[slot(n)] = ids_of[n]
+            compat.commit()
+            return jnp.max(number)
+
+        def draw(length, most):
+            """(greatest score + noise of each lane, its id) over what is kept or, if that is not all, over the list."""
+            is_kept = most <= KEPT
+
+            def bits_at(i):
+                def from_kept():
+                    place = slot(jnp.minimum(i, KEPT - 1))
+                    return -lax.bitcast_convert_type(
+                        compat.load(kept_bits.at[place], layout=chunk_layout()), jnp.float32
+                    )
+
+                return lax.cond(is_kept, from_kept, lambda: chunks.load(listed[i]))
+
+            def ids_at(i):
+                def from_kept():
+                    return compat.load(kept_ids.at[slot(jnp.minimum(i, KEPT - 1))], layout=chunk_layout())
+
+                return lax.cond(is_kept, from_kept, lambda: chunks.ids(listed[i]))
+
+            def visit(i, carry):
+                scores, greatest, chosen = carry
+                following = bits_at(i + 1)
+                ids = ids_at(i)
+                bits = lax.bitcast_convert_type(jnp.abs(scores), jnp.int32)
+                own = ids >= vector(jnp.where(is_kept, 0, listed[i] * CHUNK))
+                noise = gumbel_of(key, lax.bitcast_convert_type(ids, jnp.uint32))
+                total = jnp.where(own & is_left(ids, bits), noise - lax.bitcast_convert_type(bits, jnp.float32), lowest)
+                # A lane meets its ids in ascending order.
+                is_better = total > greatest
+                return following, jnp.where(is_better, total, greatest), jnp.where(is_better, ids, chosen)
+
+            rounds = jnp.where(is_kept, most, length)
+            return lax.fori_loop(0, rounds, visit, (bits_at(jnp.int32(0)), lowest, vector(MAX)))[1:]
+
+        key = repeated(words_ref[row, 0]), repeated(words_ref[row, 1])
+        lowest = compat.filled((CHUNK,), -jnp.inf, chunk_layout())
+        first = part * places
+        magnitude_of[...] = compat.load(
+            nearest_ref.at[row, compat.ds(first, compat.LANES)], layout=compat.strided(compat.LANES), optimized=False
+        )
+        compat.commit()
+        length = list_chunks(listed, magnitude_of, places, reach + 1, first=first, behind=num_chunks, more=2 * AT_ONCE)
+        most = lax.cond(2 * length <= places, lambda: gather(length), lambda: jnp.int32(KEPT + 1))
+        greatest, chosen = draw(length, most)
+        highest = jnp.max(greatest)
+        is_highest = greatest == repeated(highest)
+        greatest_ref[row, part] = highest
+        id_ref[row, part] = jnp.min(jnp.where(is_highest, chosen, vector(MAX)))
+
+    greatest, ids = compat.kernel(
+        sampling_draw,
+        out_type=[jax.ShapeDtypeStruct((rows, parts), dtype) for dtype in (jnp.float32, jnp.int32)],
+        grid=(rows, parts),
+        grid_names=("row", "part"),
+        scratch_types=[
+            compat.words((places + 2 * AT_ONCE,)),
+            compat.words((compat.LANES,)),
+            compat.words((KEPT * CHUNK,)),
+            compat.words((KEPT * CHUNK,)),
+        ],
+        auto_barriers=False,
+    )(scaled, nearest, magnitude, end, words)
+    first_best = jnp.argmax(greatest, axis=1)
+    return jnp.take_along_axis(ids, first_best[:, None], axis=1)[:, 0]
+
+
+def split(rows: int, num_chunks: int) -> tuple[int, int]:
+    """(parts of a row, chunks of a part: a multiple of NOTED_AT_ONCE, as many as a warpgroup has lanes at most)."""
+    wanted = -(-num_chunks * rows // ENOUGH_CTAS)
+    places = min(max(wanted + -wanted % NOTED_AT_ONCE, NOTED_AT_ONCE), compat.LANES)
+    return -(-num_chunks // places), places
