@@ -3,7 +3,7 @@
     python benchmarks/gpu_sampler.py [--output FILE] [--seconds 300] [--batch 256 64 8] [--vocab 128256]
                                      [--history 4096] [--only TEXT]
 
-Logits are random bfloat16, about as wide as a language model's, widened to float32 as the step does. A row names what
+Logits are random bfloat16, about as wide as a language model's. A row names what
 all requests of its batch ask for. It is first checked on some rows: the ids that a token was drawn from, the token
 itself and log-probabilities are the oracle's. Then `us` is the device time of one call, all its kernels together (see
 `benchmarks.report`), and `temp_ratio` the bytes of its temporaries over those of the float32 logits. `adds` is what the
@@ -182,12 +182,11 @@ def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
 def sampler(tier: Tier, reports: Reports, logits, params, position, history, bitmask) -> tuple[Sampled, Any]:
     """What a step does with bfloat16 logits: (tokens and what belongs to them, NaN of each row if they are counted).
     Scores are no result of a step, and writing them would take as long as a pass."""
-    wide = logits.astype(jnp.float32)
     if bitmask is not None:
-        wide = mask_by_grammar(wide, bitmask)
+        logits = mask_by_grammar(logits, bitmask)
     counts = reports.nan_check != "off"
-    num_nans = count_nans(wide, jnp.ones(len(wide), bool)) if counts else None
-    return sample_tokens(wide, params, position, tier=tier, history=history)._replace(scores=None), num_nans
+    num_nans = count_nans(logits, jnp.ones(len(logits), bool)) if counts else None
+    return sample_tokens(logits, params, position, tier=tier, history=history)._replace(scores=None), num_nans
 
 
 @functools.cache

@@ -86,7 +86,7 @@ def _sample(
     if custom != NO_CUSTOM and history is not None:
         context = SamplingContext(history, rows.number, rows.seq_lens, rows.samples, params.seed)
         run = CustomRun(custom, context, current(carry.extras, custom.declared, index, rows.total_len))
-    logits = transformer.logits(model, weights, hidden)
+    logits = transformer.logits(model, weights, hidden, dtype=hidden.dtype)
     options: dict[str, Any] = {"tier": tier, "custom": run, "grammar_bitmask": grammar_bitmask}
     options |= {"implementation": implementation}
     output, updates = sample_rows(logits, rows, params, history, **options)

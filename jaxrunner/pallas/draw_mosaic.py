@@ -17,7 +17,6 @@ from jax import lax
 from jaxrunner.pallas import compat
 from jaxrunner.pallas.row_chunks import (
     CHUNK,
-    INFINITE,
     MAX,
     NOTED_AT_ONCE,
     RowChunks,
@@ -25,9 +24,11 @@ from jaxrunner.pallas.row_chunks import (
     count_chunks,
     list_chunks,
     magnitudes,
+    spread,
     vector,
 )
 from jaxrunner.sampling.random import gumbel_of
+from jaxrunner.sampling.temperature import ScaledRows
 
 KEPT = 2
 """Ids that a lane keeps. A part with ids in half of its chunks has a lane with more about once in 20 times."""
@@ -41,32 +42,40 @@ NOTHING = -1
 
 
 def draw_mosaic(
-    scaled: jax.Array, best: jax.Array, magnitude: jax.Array, end: jax.Array, words: jax.Array
+    scaled: ScaledRows, best: jax.Array, magnitude: jax.Array, end: jax.Array, words: jax.Array
 ) -> jax.Array:
     """i32[B], the id with the greatest score + noise (`random.gumbel_of`), the lowest on a tie; of rows with nothing
     left, any i32.
 
-    scaled: f32[B, V], not positive, the greatest of a row 0. best: of its chunks, see `best_of_chunks`. magnitude, end:
-    i32[B], which ids are left, see `filter_ends_mosaic`; NOTHING for rows that draw nothing. words: u32[B, 2], of the
-    rows' keys.
+    scaled: no score is positive, the greatest of a row is 0. best: f32[B, N], scores, see `best_of_chunks`. magnitude,
+    end: i32[B], which ids are left, see `filter_ends_mosaic`; NOTHING for rows that draw nothing. words: u32[B, 2], of
+    the rows' keys.
     Raises ImplementationError where Mosaic GPU kernels cannot run.
     """
-    rows, vocab_size = scaled.shape
+    rows, vocab_size = scaled.logits.shape
     num_chunks = count_chunks(vocab_size)
     parts, places = split(rows, num_chunks)
     nearest = magnitudes(best, (parts - 1) * places + compat.LANES)
 
     def sampling_draw(
-        scaled_ref, nearest_ref, magnitude_ref, end_ref, words_ref, greatest_ref, id_ref, listed, magnitude_of, *kept
+        logits_ref,
+        offset_ref,
+        inverse_ref,
+        nearest_ref,
+        magnitude_ref,
+        end_ref,
+        words_ref,
+        greatest_ref,
+        id_ref,
+        listed,
+        magnitude_of,
+        kept_logits,
+        kept_ids,
     ):
         row, part = lax.axis_index("row"), lax.axis_index("part")
-        chunks = RowChunks(scaled_ref, row, vocab_size)
-        kept_bits, kept_ids = kept
-        zero, one, infinite = vector(0), vector(1), vector(INFINITE)
+        chunks = RowChunks(logits_ref, offset_ref, inverse_ref, row)
+        zero, one = vector(0), vector(1)
         reach, end = jnp.minimum(magnitude_ref[row], HOPELESS), end_ref[row]
-
-        def repeated(number):
-            return compat.repeated(number, (CHUNK,), chunk_layout())
 
         def slot(number):
             return compat.ds(number * CHUNK, CHUNK)
@@ -81,22 +90,23 @@ def draw_mosaic(
                 return [chunks.load(listed[first + n]) for n in range(AT_ONCE)]
 
             def some(i, carry):
-                scores, number, bits_of, ids_of = carry
+                logits, number, logits_of, ids_of = carry
                 following = loaded((i + 1) * AT_ONCE)
-                for n, each in enumerate(scores):
+                for n, each in enumerate(logits):
                     ids, bits = chunks.read(listed[i * AT_ONCE + n], each)
                     left = is_left(ids, bits)
                     here = [left & (number == vector(n)) for n in range(KEPT)]
-                    bits_of = tuple(jnp.where(h, bits, old) for h, old in zip(here, bits_of, strict=True))
+                    wide = each.astype(jnp.float32)
+                    logits_of = tuple(jnp.where(h, wide, old) for h, old in zip(here, logits_of, strict=True))
                     ids_of = tuple(jnp.where(h, ids, old) for h, old in zip(here, ids_of, strict=True))
                     number = number + jnp.where(left, one, zero)
-                return following, number, bits_of, ids_of
+                return following, number, logits_of, ids_of
 
-            start = loaded(0), zero, (infinite,) * KEPT, (zero,) * KEPT
+            start = loaded(0), zero, (lowest,) * KEPT, (zero,) * KEPT
             rounds = lax.div(length + AT_ONCE - 1, jnp.int32(AT_ONCE))
-            _, number, bits_of, ids_of = lax.fori_loop(0, rounds, some, start)
+            _, number, logits_of, ids_of = lax.fori_loop(0, rounds, some, start)
             for n in range(KEPT):
-                kept_bits[slot(n)] = bits_of[n]
+                kept_logits[slot(n)] = lax.bitcast_convert_type(logits_of[n], jnp.int32)
                 kept_ids[slot(n)] = ids_of[n]
             compat.commit()
             return jnp.max(number)
@@ -105,37 +115,36 @@ def draw_mosaic(
             """(greatest score + noise of each lane, its id) over what is kept or, if that is not all, over the list."""
             is_kept = most <= KEPT
 
-            def bits_at(i):
-                def from_kept():
-                    place = slot(jnp.minimum(i, KEPT - 1))
-                    return -lax.bitcast_convert_type(
-                        compat.load(kept_bits.at[place], layout=chunk_layout()), jnp.float32
-                    )
+            def from_kept(ref, i):
+                return compat.load(ref.at[slot(jnp.minimum(i, KEPT - 1))], layout=chunk_layout())
 
-                return lax.cond(is_kept, from_kept, lambda: chunks.load(listed[i]))
+            def logits_at(i):
+                def gathered():
+                    wide = lax.bitcast_convert_type(from_kept(kept_logits, i), jnp.float32)
+                    return wide.astype(logits_ref.dtype)
+
+                return lax.cond(is_kept, gathered, lambda: chunks.load(listed[i]))
 
             def ids_at(i):
-                def from_kept():
-                    return compat.load(kept_ids.at[slot(jnp.minimum(i, KEPT - 1))], layout=chunk_layout())
-
-                return lax.cond(is_kept, from_kept, lambda: chunks.ids(listed[i]))
+                return lax.cond(is_kept, lambda: from_kept(kept_ids, i), lambda: chunks.ids(listed[i]))
 
             def visit(i, carry):
-                scores, greatest, chosen = carry
-                following = bits_at(i + 1)
-                ids = ids_at(i)
-                bits = lax.bitcast_convert_type(jnp.abs(scores), jnp.int32)
+                logits, greatest, chosen = carry
+                following = logits_at(i + 1)
+                ids, bits = ids_at(i), chunks.magnitudes(logits)
                 own = ids >= vector(jnp.where(is_kept, 0, listed[i] * CHUNK))
                 noise = gumbel_of(key, lax.bitcast_convert_type(ids, jnp.uint32))
-                total = jnp.where(own & is_left(ids, bits), noise - lax.bitcast_convert_type(bits, jnp.float32), lowest)
+                # Nothing that is left is hopeless. Without it, the product in a score and this sum might be contracted.
+                size = lax.bitcast_convert_type(jnp.minimum(bits, vector(HOPELESS)), jnp.float32)
+                total = jnp.where(own & is_left(ids, bits), noise - size, lowest)
                 # A lane meets its ids in ascending order.
                 is_better = total > greatest
                 return following, jnp.where(is_better, total, greatest), jnp.where(is_better, ids, chosen)
 
             rounds = jnp.where(is_kept, most, length)
-            return lax.fori_loop(0, rounds, visit, (bits_at(jnp.int32(0)), lowest, vector(MAX)))[1:]
+            return lax.fori_loop(0, rounds, visit, (logits_at(jnp.int32(0)), lowest, vector(MAX)))[1:]
 
-        key = repeated(words_ref[row, 0]), repeated(words_ref[row, 1])
+        key = spread(words_ref[row, 0]), spread(words_ref[row, 1])
         lowest = compat.filled((CHUNK,), -jnp.inf, chunk_layout())
         first = part * places
         magnitude_of[...] = compat.load(
@@ -146,7 +155,7 @@ def draw_mosaic(
         most = lax.cond(2 * length <= places, lambda: gather(length), lambda: jnp.int32(KEPT + 1))
         greatest, chosen = draw(length, most)
         highest = jnp.max(greatest)
-        is_highest = greatest == repeated(highest)
+        is_highest = greatest == spread(highest)
         greatest_ref[row, part] = highest
         id_ref[row, part] = jnp.min(jnp.where(is_highest, chosen, vector(MAX)))
 
@@ -162,7 +171,7 @@ def draw_mosaic(
             compat.words((KEPT * CHUNK,)),
         ],
         auto_barriers=False,
-    )(scaled, nearest, magnitude, end, words)
+    )(*scaled, nearest, magnitude, end, words)
     first_best = jnp.argmax(greatest, axis=1)
     return jnp.take_along_axis(ids, first_best[:, None], axis=1)[:, 0]
 

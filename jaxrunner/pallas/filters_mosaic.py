@@ -32,6 +32,7 @@ from jaxrunner.pallas.row_chunks import (
     magnitudes,
     vector,
 )
+from jaxrunner.sampling.temperature import ScaledRows
 from jaxrunner.sampling.top_p import UNIT_BITS, WORD, mass_exponent, mass_limit, power_of_two, scaled_mass
 
 N_BOUNDS = 8
@@ -45,26 +46,39 @@ WEIGHTLESS = 0x41B00000
 
 
 def filter_ends_mosaic(
-    scaled: jax.Array, best: jax.Array, furthest: jax.Array, count: jax.Array, mass: jax.Array
+    scaled: ScaledRows, best: jax.Array, furthest: jax.Array, count: jax.Array, mass: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(magnitude, end), i32[B]: a row's ids are left whose magnitude, the bits of |scaled|, is below `magnitude`, and
     of those that have just this the ones before `end`.
 
-    scaled: f32[B, V], not positive. best: of its chunks, see `best_of_chunks`. furthest: i32[B], the greatest magnitude
-    that min_p leaves. count: i32[B], how many ids top_k leaves, V where it is off. mass: f32[B], the part of the mass
-    that top_p leaves, 1 where it is off.
+    scaled: no score is positive. best: f32[B, N], scores, see `best_of_chunks`. furthest: i32[B], the greatest
+    magnitude that min_p leaves. count: i32[B], how many ids top_k leaves, V where it is off. mass: f32[B], the part of
+    the mass that top_p leaves, 1 where it is off.
     Raises ImplementationError where Mosaic GPU kernels cannot run.
     """
-    rows, vocab_size = scaled.shape
+    rows, vocab_size = scaled.logits.shape
     num_chunks = count_chunks(vocab_size)
     num_places = num_chunks + -num_chunks % compat.LANES
     nearest = magnitudes(best, num_places)
 
-    def sampling_filter(scaled_ref, nearest_ref, furthest_ref, count_ref, mass_ref, magnitude_ref, end_ref, *scratch):
-        listed, magnitude_of, bounds_of, *gathered_of = scratch
+    def sampling_filter(
+        logits_ref,
+        offset_ref,
+        inverse_ref,
+        nearest_ref,
+        furthest_ref,
+        count_ref,
+        mass_ref,
+        magnitude_ref,
+        end_ref,
+        listed,
+        magnitude_of,
+        bounds_of,
+        *gathered_of,
+    ):
         row = lax.axis_index("cta")
 
-        chunks = RowChunks(scaled_ref, row, vocab_size)
+        chunks = RowChunks(logits_ref, offset_ref, inverse_ref, row)
         load, read = chunks.load, chunks.read
         zero = vector(0)
 
@@ -73,7 +87,7 @@ def filter_ends_mosaic(
             return list_chunks(listed, magnitude_of, num_places, stop, behind=num_chunks, more=2 * AT_ONCE)
 
         def over_chunks(length, visit, carry, gathered=False):
-            """visit(chunk, magnitudes, carry) over all chunks of the list, in their order, or over what is gathered."""
+            """visit(chunk, logits, carry) over all chunks of the list, in their order, or over what is gathered."""
 
             def loaded(chunks):
                 chunks = [listed[chunk] for chunk in chunks]
@@ -82,39 +96,38 @@ def filter_ends_mosaic(
                 return lax.cond(gathered, kept, lambda: [load(chunk) for chunk in chunks])
 
             def some(i, carry):
-                scores, carry = carry
+                logits, carry = carry
                 first = i * AT_ONCE
                 # All of them a round ahead: a register that is passed on waits for what is loaded into it.
                 following = loaded([first + AT_ONCE + n for n in range(AT_ONCE)])
-                for n, each in enumerate(scores):
-                    chunk = listed[first + n]
-                    carry = visit(chunk, read(chunk, each)[1], carry)
+                for n, each in enumerate(logits):
+                    carry = visit(listed[first + n], each, carry)
                 return following, carry
 
             rounds = lax.div(length + AT_ONCE - 1, jnp.int32(AT_ONCE))
             return lax.fori_loop(0, rounds, some, (loaded(range(AT_ONCE)), carry))[1]
 
         def kept():
-            """What is gathered, as scores."""
-            return [
-                -lax.bitcast_convert_type(compat.load(ref, layout=chunk_layout()), jnp.float32) for ref in gathered_of
-            ]
+            """What is gathered."""
+            stored = [compat.load(ref, layout=chunk_layout()) for ref in gathered_of]
+            return [lax.bitcast_convert_type(each, jnp.float32).astype(logits_ref.dtype) for each in stored]
 
         def gather(length, top):
             """(whether all ids before `top` are gathered, the length of the list, which then are the places of them)"""
 
-            def visit(_, bits, carry):
-                bits = jnp.where(bits < vector(top), bits, vector(INFINITE))
+            def visit(chunk, logits, carry):
+                here = jnp.where(read(chunk, logits)[1] < vector(top), logits.astype(jnp.float32), nothing)
                 places = []
-                for least in carry:
-                    places.append(jnp.minimum(least, bits))
-                    bits = jnp.maximum(least, bits)
+                for best in carry:
+                    places.append(jnp.maximum(best, here))
+                    here = jnp.minimum(best, here)
                 return places
 
-            *least, dropped = over_chunks(length, visit, [vector(INFINITE)] * (AT_ONCE + 1))
-            is_whole = jnp.min(dropped) == INFINITE
-            for ref, bits in zip(gathered_of, least, strict=True):
-                ref[...] = bits
+            nothing = compat.filled((CHUNK,), -jnp.inf, chunk_layout())
+            *best, dropped = over_chunks(length, visit, [nothing] * (AT_ONCE + 1))
+            is_whole = jnp.max(dropped) == -jnp.inf
+            for ref, logits in zip(gathered_of, best, strict=True):
+                ref[...] = lax.bitcast_convert_type(logits, jnp.int32)
 
             def list_places():
                 compat.commit()  # no thread reads the old list any more
@@ -130,8 +143,9 @@ def filter_ends_mosaic(
             """(weight below each bound and below high, least and greatest magnitude in low..high - 1)."""
             bounds = [*bounds, high]
 
-            def visit(_, bits, carry):
+            def visit(chunk, logits, carry):
                 sums, first, last = carry
+                bits = read(chunk, logits)[1]
                 weight = weigh(bits)
                 sums = tuple(
                     total + jnp.where(bits < vector(bound), weight, zero)
@@ -216,8 +230,9 @@ def filter_ends_mosaic(
             strict = jnp.minimum(reach, WEIGHTLESS + 1)
             in_units = masses(UNIT_BITS)
 
-            def visit(_, bits, carry):
+            def visit(chunk, logits, carry):
                 high, low, equal = carry
+                bits = read(chunk, logits)[1]
                 here = words_of(jnp.where(bits < vector(strict), in_units(bits), zero))
                 return high + here[0], low + here[1], equal + jnp.where(bits == vector(reach), vector(1), zero)
 
@@ -283,9 +298,9 @@ def filter_ends_mosaic(
             def is_tie(bits):
                 return jnp.where(bits == vector(magnitude), vector(1), zero)
 
-            def visit(chunk, bits, carry):
+            def visit(chunk, logits, carry):
                 before, chosen, left = carry
-                after = before + jnp.sum(is_tie(bits))
+                after = before + jnp.sum(is_tie(read(chunk, logits)[1]))
                 is_here = (before < wanted) & (after >= wanted)
                 return after, jnp.where(is_here, chunk, chosen), jnp.where(is_here, wanted - before, left)
 
@@ -330,5 +345,5 @@ def filter_ends_mosaic(
         grid_names=("cta",),
         scratch_types=scratch,
         auto_barriers=False,
-    )(scaled, nearest, furthest, count, mass)
+    )(*scaled, nearest, furthest, count, mass)
     return magnitude, end

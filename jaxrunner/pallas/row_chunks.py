@@ -1,6 +1,7 @@
-"""Rows of scores in chunks, as kernels read them: by the greatest score of each, only those that can matter.
+"""Rows of logits in chunks, as kernels read them: by the greatest score of each, only those that can matter.
 
-Scores are not positive, so that the bits of their size, the magnitude, ascend from the best to -inf.
+A score is a logit after `sampling.temperature.scale`. None is positive, so that the bits of their size, the magnitude,
+ascend from the best to -inf.
 """
 
 from __future__ import annotations
@@ -50,20 +51,30 @@ def chunk_layout() -> Any:
 
 def vector(value: Any) -> jax.Array:
     """i32[CHUNK] of one number."""
-    return compat.repeated(jnp.asarray(value, jnp.int32), (CHUNK,), chunk_layout())
+    return spread(jnp.asarray(value, jnp.int32))
+
+
+def spread(number: jax.Array) -> jax.Array:
+    """[CHUNK] of one number of any type."""
+    return compat.repeated(number, (CHUNK,), chunk_layout())
 
 
 @dataclasses.dataclass(frozen=True)
 class RowChunks:
-    """The chunks of one row, in a kernel. ref: f32[B, V] in GMEM; row: i32; vocab_size: V.
+    """The chunks of one row, in a kernel. logits, offset, inverse: references of `ScaledRows` in GMEM. row: i32.
 
     The last chunk is as long as the others and so overlaps the one before it. The one behind the last is allowed, and
     is read as the last.
     """
 
-    ref: Any
+    logits: Any
+    offset: Any
+    inverse: Any
     row: Any
-    vocab_size: int
+
+    @property
+    def vocab_size(self) -> int:
+        return self.logits.shape[1]
 
     def start(self, chunk: Any) -> Any:
         return jnp.minimum(chunk * CHUNK, self.vocab_size - CHUNK)
@@ -72,16 +83,19 @@ class RowChunks:
         return compat.iota(CHUNK) + vector(self.start(chunk))
 
     def load(self, chunk: Any) -> jax.Array:
-        """Scores, of which nothing is computed before they are wanted: that would wait for them."""
+        """Logits, of which nothing is computed before they are wanted: that would wait for them."""
         return compat.load(
-            self.ref.at[self.row, compat.ds(self.start(chunk), CHUNK)], layout=chunk_layout(), optimized=False
+            self.logits.at[self.row, compat.ds(self.start(chunk), CHUNK)], layout=chunk_layout(), optimized=False
         )
 
-    def read(self, chunk: Any, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def magnitudes(self, logits: jax.Array) -> jax.Array:
+        offset, inverse = (spread(ref[self.row]) for ref in (self.offset, self.inverse))
+        return lax.bitcast_convert_type(jnp.abs((logits.astype(jnp.float32) - offset) * inverse), jnp.int32)
+
+    def read(self, chunk: Any, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(ids, magnitudes) of a chunk; what belongs to the one before it, or lies behind the last, is infinite."""
         ids = self.ids(chunk)
-        bits = lax.bitcast_convert_type(jnp.abs(scores), jnp.int32)
-        return ids, jnp.where(ids >= vector(chunk * CHUNK), bits, vector(INFINITE))
+        return ids, jnp.where(ids >= vector(chunk * CHUNK), self.magnitudes(logits), vector(INFINITE))
 
 
 def list_chunks(

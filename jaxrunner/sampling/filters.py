@@ -7,12 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxrunner.pallas.implementation import Implementation, resolve
 from jaxrunner.sampling.min_p import min_p
 from jaxrunner.sampling.random import gumbel
-from jaxrunner.sampling.temperature import is_sound, scale
+from jaxrunner.sampling.temperature import ScaledRows, inverse, is_sound, offset, scale
 from jaxrunner.sampling.top_k import limit_of, top_k
 from jaxrunner.sampling.top_p import is_on, top_p
 from jaxrunner.state.sampling import SamplingState
@@ -48,7 +48,7 @@ def best_id(logits: Float32[Array, "B V"], maxima: Float32[Array, "B N"] | None)
 class Left(NamedTuple):
     """What a kernel draws from: see `draw_mosaic`. sound: bool[B], rows that are not damaged."""
 
-    scaled: jax.Array
+    rows: ScaledRows
     best: jax.Array
     magnitude: jax.Array
     end: jax.Array
@@ -56,16 +56,18 @@ class Left(NamedTuple):
 
 
 def scale_and_filter(
-    logits: Float32[Array, "B V"], params: SamplingState, maxima: Float32[Array, "B N"] | None
+    logits: Float[Array, "B V"], params: SamplingState, maxima: Float32[Array, "B N"] | None
 ) -> tuple[Float32[Array, "B V"], Left | None]:
     """(`temperature.scale`, then `apply_filters`; the same for a kernel). With its chunks' maxima the kernel filters,
     and the row's greatest is known."""
     if maxima is None:
-        return apply_filters(scale(logits, params.temperature), params), None
+        return apply_filters(scale(logits.astype(jnp.float32), params.temperature), params), None
     highest = jnp.max(maxima, axis=-1, keepdims=True)
     # What is greatest in a chunk stays it, and becomes the same number.
-    scaled, best = (scale(x, params.temperature, highest) for x in (logits, maxima))
-    return _mosaic(scaled, params, best)
+    scaled, best = (scale(x.astype(jnp.float32), params.temperature, highest) for x in (logits, maxima))
+    # The sets have no gradient; the scores that are left do.
+    rows = ScaledRows(logits, offset(highest)[:, 0], inverse(params.temperature))
+    return _mosaic(scaled, params, *lax.stop_gradient((rows, best)))
 
 
 def draw(
@@ -81,11 +83,13 @@ def draw(
     token of damaged ones.
     """
     if left is None:
-        return jnp.argmax(scores + gumbel(keys, scores.shape[1]), axis=-1).astype(jnp.int32)
+        # Something between the product in a score and the sum: contracted, they would be rounded once, in some tiers.
+        finite = jnp.maximum(scores, jnp.finfo(jnp.float32).min)
+        return jnp.argmax(finite + gumbel(keys, scores.shape[1]), axis=-1).astype(jnp.int32)
     from jaxrunner.pallas.draw_mosaic import NOTHING, draw_mosaic
 
     magnitude = jnp.where(left.sound & ~is_greedy, left.magnitude, NOTHING)
-    drawn = draw_mosaic(left.scaled, left.best, magnitude, left.end, jax.random.key_data(keys))
+    drawn = draw_mosaic(left.rows, left.best, magnitude, left.end, jax.random.key_data(keys))
     return jnp.where(left.sound & ~is_greedy, drawn, best)
 
 
@@ -102,20 +106,19 @@ def apply_filters(scaled: Float32[Array, "B V"], params: SamplingState) -> Float
 
 
 def _mosaic(
-    scaled: Float32[Array, "B V"], params: SamplingState, best: Float32[Array, "B N"]
+    scaled: Float32[Array, "B V"], params: SamplingState, rows: ScaledRows, best: Float32[Array, "B N"]
 ) -> tuple[Float32[Array, "B V"], Left]:
     """See `apply_filters`. The masses of top_p are computed by the kernel's exp, which may differ in the last bit."""
     from jaxrunner.pallas import filters_mosaic
 
-    # The sets have no gradient; the scores that are left do.
-    fixed, best, vocab_size = lax.stop_gradient(scaled), lax.stop_gradient(best), scaled.shape[1]
+    vocab_size = scaled.shape[1]
     sound = is_sound(best)
     bound = jnp.where(sound & (params.min_p > 0), -jnp.log(params.min_p), jnp.inf)
     furthest = lax.bitcast_convert_type(jnp.abs(bound), jnp.int32)
     count = limit_of(jnp.where(sound, params.top_k, 0), vocab_size)
     mass = jnp.where(sound & is_on(params.top_p), params.top_p, 1.0)
-    magnitude, end = filters_mosaic.filter_ends_mosaic(fixed, best, furthest, count, mass)
+    magnitude, end = filters_mosaic.filter_ends_mosaic(rows, best, furthest, count, mass)
     own = lax.bitcast_convert_type(jnp.abs(scaled), jnp.int32)
     is_tie = (own == magnitude[:, None]) & (jnp.arange(vocab_size) < end[:, None])
     kept = jnp.where((own < magnitude[:, None]) | is_tie | ~sound[:, None], scaled, -jnp.inf)
-    return kept, Left(fixed, best, magnitude, end, sound)
+    return kept, Left(rows, best, magnitude, end, sound)

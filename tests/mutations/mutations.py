@@ -365,15 +365,15 @@ RANDOMNESS = (
     Mutation(
         "sampler: the maximum is not subtracted",
         "sampling/temperature.py",
-        "divide(logits - jnp.where(jnp.isfinite(highest), highest, 0.0), temperature)",
+        "divide(logits - offset(highest), temperature)",
         "divide(logits, temperature)",
         (SAMPLER + "test_k050_tiny_temperatures_take_the_best[1.1e-05]",),
     ),
     Mutation(
         "sampler: the temperature multiplies",
         "sampling/temperature.py",
-        "logits / jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]",
-        "logits * jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]",
+        "return 1.0 / jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)",
+        "return jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)",
         (SAMPLER + "test_draws_have_the_softmax_distribution[0.4]", ORACLE_DECODE),
     ),
 )
