@@ -139,7 +139,7 @@ def run_scores(
     """
     assert half.tokens is not None
     part, sizes = score_layout(num_rows).unpack(packed), carry.sizes
-    logits = transformer.logits(model, weights, half.tokens[part["place"]])
+    logits = transformer.logits(model, weights, half.tokens[part["place"]], dtype=half.tokens.dtype)
     listed = lists[part["row"], sizes.list_sizes.columns["prompt_logprob_ids"]]
     return carry, token_logprobs(logits, part["scored"], listed, raw(sizes.reports))
 

@@ -19,7 +19,7 @@ from jaxrunner.pallas.row_chunks import (
     CHUNK,
     MAX,
     NOTED_AT_ONCE,
-    RowChunks,
+    ScoredChunks,
     chunk_layout,
     count_chunks,
     list_chunks,
@@ -73,7 +73,7 @@ def draw_mosaic(
         kept_ids,
     ):
         row, part = lax.axis_index("row"), lax.axis_index("part")
-        chunks = RowChunks(logits_ref, offset_ref, inverse_ref, row)
+        chunks = ScoredChunks(logits_ref, row, offset_ref, inverse_ref)
         zero, one = vector(0), vector(1)
         reach, end = jnp.minimum(magnitude_ref[row], HOPELESS), end_ref[row]
 
@@ -132,7 +132,7 @@ def draw_mosaic(
                 logits, greatest, chosen = carry
                 following = logits_at(i + 1)
                 ids, bits = ids_at(i), chunks.magnitudes(logits)
-                own = ids >= vector(jnp.where(is_kept, 0, listed[i] * CHUNK))
+                own = chunks.is_own(jnp.where(is_kept, 0, listed[i]), ids)
                 noise = gumbel_of(key, lax.bitcast_convert_type(ids, jnp.uint32))
                 # Nothing that is left is hopeless. Without it, the product in a score and this sum might be contracted.
                 size = lax.bitcast_convert_type(jnp.minimum(bits, vector(HOPELESS)), jnp.float32)

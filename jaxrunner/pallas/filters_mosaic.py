@@ -25,7 +25,7 @@ from jaxrunner.pallas.row_chunks import (
     CHUNK,
     INFINITE,
     MAX,
-    RowChunks,
+    ScoredChunks,
     chunk_layout,
     count_chunks,
     list_chunks,
@@ -78,7 +78,7 @@ def filter_ends_mosaic(
     ):
         row = lax.axis_index("cta")
 
-        chunks = RowChunks(logits_ref, offset_ref, inverse_ref, row)
+        chunks = ScoredChunks(logits_ref, row, offset_ref, inverse_ref)
         load, read = chunks.load, chunks.read
         zero = vector(0)
 

@@ -1,4 +1,4 @@
-"""Rows of logits in chunks, as kernels read them: by the greatest score of each, only those that can matter.
+"""Rows of logits in chunks, as kernels read them: by the greatest of each, only those that can matter.
 
 A score is a logit after `sampling.temperature.scale`. None is positive, so that the bits of their size, the magnitude,
 ascend from the best to -inf.
@@ -33,7 +33,7 @@ def count_chunks(vocab_size: int) -> int:
 
 
 def best_of_chunks(scores: jax.Array) -> jax.Array:
-    """f32[B, N], the greatest score of each chunk."""
+    """f32[B, N], the greatest of each chunk, NaN where it holds one. scores: f32[B, V], or logits."""
     padded = jnp.pad(scores, ((0, 0), (0, -scores.shape[1] % CHUNK)), constant_values=-jnp.inf)
     return jnp.max(padded.reshape(len(scores), -1, CHUNK), axis=2)
 
@@ -61,15 +61,13 @@ def spread(number: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class RowChunks:
-    """The chunks of one row, in a kernel. logits, offset, inverse: references of `ScaledRows` in GMEM. row: i32.
+    """The chunks of one row, in a kernel. logits: reference to [B, V] in GMEM. row: i32.
 
     The last chunk is as long as the others and so overlaps the one before it. The one behind the last is allowed, and
     is read as the last.
     """
 
     logits: Any
-    offset: Any
-    inverse: Any
     row: Any
 
     @property
@@ -82,20 +80,32 @@ class RowChunks:
     def ids(self, chunk: Any) -> jax.Array:
         return compat.iota(CHUNK) + vector(self.start(chunk))
 
+    def is_own(self, chunk: Any, ids: jax.Array) -> jax.Array:
+        """Which of the ids read for a chunk do not belong to the one before it, or lie behind the last."""
+        return ids >= vector(chunk * CHUNK)
+
     def load(self, chunk: Any) -> jax.Array:
         """Logits, of which nothing is computed before they are wanted: that would wait for them."""
         return compat.load(
             self.logits.at[self.row, compat.ds(self.start(chunk), CHUNK)], layout=chunk_layout(), optimized=False
         )
 
+
+@dataclasses.dataclass(frozen=True)
+class ScoredChunks(RowChunks):
+    """Chunks whose logits are scaled to scores. offset, inverse: references of `ScaledRows` in GMEM."""
+
+    offset: Any
+    inverse: Any
+
     def magnitudes(self, logits: jax.Array) -> jax.Array:
         offset, inverse = (spread(ref[self.row]) for ref in (self.offset, self.inverse))
         return lax.bitcast_convert_type(jnp.abs((logits.astype(jnp.float32) - offset) * inverse), jnp.int32)
 
     def read(self, chunk: Any, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(ids, magnitudes) of a chunk; what belongs to the one before it, or lies behind the last, is infinite."""
+        """(ids, magnitudes) of a chunk; what is not its own is infinite."""
         ids = self.ids(chunk)
-        return ids, jnp.where(ids >= vector(chunk * CHUNK), self.magnitudes(logits), vector(INFINITE))
+        return ids, jnp.where(self.is_own(chunk, ids), self.magnitudes(logits), vector(INFINITE))
 
 
 def list_chunks(

@@ -19,9 +19,9 @@ from jaxrunner.state.sampling import SamplingState
 
 
 def chunk_maxima(
-    logits: Float32[Array, "B V"], *, implementation: Implementation = None
+    logits: Float32[Array, "B V"], *, op: str = "filters", implementation: Implementation = None
 ) -> Float32[Array, "B N"] | None:
-    """The greatest logit of each chunk of the kernel that filters; None where XLA does.
+    """The greatest logit of each chunk of the kernel for this op; None where XLA does it.
 
     Computed apart: XLA makes of the greatest of these another pass over the row. Raises ImplementationError where a
     named implementation cannot run.
@@ -29,7 +29,7 @@ def chunk_maxima(
     from jaxrunner.pallas import row_chunks
 
     against = {"mosaic": row_chunks.reason_against(logits.shape[1])}
-    is_kernel = resolve("filters", implementation, against) == "mosaic"
+    is_kernel = resolve(op, implementation, against) == "mosaic"
     return lax.optimization_barrier(row_chunks.best_of_chunks(logits)) if is_kernel else None
 
 

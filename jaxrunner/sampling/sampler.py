@@ -23,6 +23,9 @@ from jaxrunner.sampling.replay import replayed
 from jaxrunner.sampling.temperature import GREEDY_BELOW, divide, scale
 from jaxrunner.state.sampling import SamplingState
 
+NEED_MAXIMA = {Feature.FILTERS: "filters", Feature.LOGPROBS: "best_ids"}
+"""What needs the greatest logit of each chunk, and the op whose kernel does."""
+
 
 class Sampled(NamedTuple):
     """token_ids: i32[B], always inside the vocabulary.
@@ -57,14 +60,14 @@ def sample_tokens(
     logits: of any floating type; all is computed in float32, and what reads them from memory reads them as they are.
     params: the rows' parameters in batch order. position: index the new token will have in its request. history: for
     tiers with constraints. custom: the user's processors and sampler; those that serve every request run in all tiers,
-    the others from "constrained" on. implementation: of the filters and the draw
-    from what they leave.
+    the others from "constrained" on. implementation: of the filters with
+    the draw from what they leave, and of the search for the best ids.
     tier "greedy": exact argmax, the lowest id on a tie. tier "random": rows with a temperature take the argmax of
     logits / temperature + Gumbel noise, which draws from the softmax; greedy rows as before. Tiers from "filtered" on
     filter before the draw, from "constrained" on the whole list of `jaxrunner.sampling` applies. A row's token is the
     same in every tier that covers what it asks for.
     """
-    features, raw = TIER_FEATURES[tier], logits.astype(jnp.float32)
+    features, narrow, raw = TIER_FEATURES[tier], logits, logits.astype(jnp.float32)
     no_id_left: jax.Array | None = None
     updates: dict[str, jax.Array] = {}
     asked = Feature.CONSTRAINTS in features
@@ -75,7 +78,9 @@ def sample_tokens(
     elif custom is not None:
         logits, updates = custom.process(raw, asked=False)
     scores = wide = logits.astype(jnp.float32)
-    maxima = chunk_maxima(wide, implementation=implementation) if Feature.FILTERS in features else None
+    maxima = None
+    if op := next((op for feature, op in NEED_MAXIMA.items() if feature in features), None):
+        maxima = chunk_maxima(wide, op=op, implementation=implementation)
     if asked or custom is not None:
         no_id_left = has_no_id(wide if maxima is None else maxima)
     tokens = best_id(wide, maxima)
@@ -85,7 +90,8 @@ def sample_tokens(
         if Feature.FILTERS in features:
             scores, left = scale_and_filter(logits, params, maxima)
         else:
-            scores = scale(wide, params.temperature)
+            highest = None if maxima is None else jnp.max(maxima, axis=-1, keepdims=True)
+            scores = scale(wide, params.temperature, highest)
         keys = row_keys(params.seed, position)
         drawn = draw(scores, keys, left, tokens, is_greedy)
         if custom is not None and no_id_left is not None:
@@ -99,8 +105,9 @@ def sample_tokens(
     mask = pack_bits(scores != -jnp.inf) if Feature.SAMPLING_MASK in features else None
     logprobs = None
     if Feature.LOGPROBS in features:
-        shown = _processed(params, wide, scores) if params.reports.is_processed else raw
-        logprobs = token_logprobs(shown, tokens, params.list_of("logprob_ids"), params.reports)
+        shown = _processed(params, wide, scores) if params.reports.is_processed else narrow
+        named, known = params.list_of("logprob_ids"), maxima if shown is logits else None
+        logprobs = token_logprobs(shown, tokens, named, params.reports, maxima=known, implementation=implementation)
     return Sampled(tokens, no_id_left, mask, logprobs, scores, updates)
 
 
