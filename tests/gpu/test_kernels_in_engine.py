@@ -62,7 +62,7 @@ def test_every_executable_holds_its_kernels_and_no_other():
         if program.bucket is not None:
             found = implementations(text)
             assert {found[op] for op in found if op != "commit" or program.kind == "step"} == {"mosaic"}
-    assert len(kinds) == 8, "decodes with and without combination, fused and not; a ragged step; finishes; the rest"
+    assert len(kinds) == 11, "decodes with and without combination, fused and not; ragged; finishes; prompts; the rest"
 
 
 def test_every_executable_updates_the_state_in_place():
