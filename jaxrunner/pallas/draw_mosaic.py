@@ -1,9 +1,9 @@
 """The draw from what the filters left, as a Mosaic GPU kernel: argmax of score + Gumbel noise.
 
-Noise costs a hundred instructions an id, and the filters leave few ids. So a row's ids are gathered first: of the
-chunks that hold any, by their greatest scores, each lane keeps the few that it meets, and noise is drawn for these
-alone. Where a lane meets too many, or most chunks hold some, it is drawn for those whole chunks. An id whose score is
-so low that no noise could make it the greatest counts as dropped.
+Noise costs a hundred instructions an id, and the filters leave few ids. So these are gathered first: of the chunks that
+hold any, by their greatest scores, each lane keeps the few that it meets, and noise is drawn for these alone. Where a
+lane meets too many, or the row filters nothing, it is drawn for the whole chunks. An id whose score is so low that no
+noise could make it the greatest counts as dropped.
 
 A CTA, one warpgroup, has a part of a row, so that few rows occupy the GPU too; XLA takes the best of the parts.
 """
@@ -17,6 +17,7 @@ from jax import lax
 from jaxrunner.pallas import compat
 from jaxrunner.pallas.row_chunks import (
     CHUNK,
+    INFINITE,
     MAX,
     NOTED_AT_ONCE,
     ScoredChunks,
@@ -30,8 +31,8 @@ from jaxrunner.pallas.row_chunks import (
 from jaxrunner.sampling.random import gumbel_of
 from jaxrunner.sampling.temperature import ScaledRows
 
-KEPT = 2
-"""Ids that a lane keeps. A part with ids in half of its chunks has a lane with more about once in 20 times."""
+KEPT = 4
+"""Ids that a lane keeps. With 200 ids in a part, one part in 30 has a lane that meets more."""
 AT_ONCE = 4
 """Chunks that are gathered together, while as many more are on their way from memory."""
 ENOUGH_CTAS = 1024
@@ -152,7 +153,8 @@ def draw_mosaic(
         )
         compat.commit()
         length = list_chunks(listed, magnitude_of, places, reach + 1, first=first, behind=num_chunks, more=2 * AT_ONCE)
-        most = lax.cond(2 * length <= places, lambda: gather(length), lambda: jnp.int32(KEPT + 1))
+        is_filtered = magnitude_ref[row] <= INFINITE
+        most = lax.cond(is_filtered, lambda: gather(length), lambda: jnp.int32(KEPT + 1))
         greatest, chosen = draw(length, most)
         highest = jnp.max(greatest)
         is_highest = greatest == spread(highest)

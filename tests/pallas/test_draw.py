@@ -70,10 +70,10 @@ def test_interpreted(kind):
 @needs_mosaic
 def test_a_lane_with_more_ids_than_it_keeps_interpreted():
     logits = np.full((3, 20 * CHUNK), -5, np.float32)
-    logits[:, 5 : 3 * CHUNK : CHUNK] = 4  # three of one lane in a part of eight chunks
-    logits[1, 5] = -5
+    logits[:, 5 : 6 * CHUNK : CHUNK] = 4  # six of one lane in a part of eight chunks
+    logits[1, [5, CHUNK + 5]] = -5
     with compat.interpreting():
-        found = check(logits, [{"top_k": 3}, {"top_k": 2}, {"top_k": 3, "temperature": 100.0}])
+        found = check(logits, [{"top_k": 6}, {"top_k": 4}, {"top_k": 6, "temperature": 100.0}])
     assert (found % CHUNK == 5).all()
 
 
