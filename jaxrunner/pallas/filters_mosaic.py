@@ -7,7 +7,8 @@ passes end at one value; if many ids have it, one more pass counts them. The row
 chunks matter: the least magnitude of each is known, and only those are read that reach into the range. With top_k
 of 50 these are 50 of 250 from the beginning: the k-th id cannot come after the k-th least of the chunks' magnitudes.
 Little more than k ids come before that. They are gathered in one pass and kept on chip, where all others search: a lane
-keeps the least it has seen. If a lane had to drop one, the passes go over the chunks, as they do without top_k.
+keeps the least it has seen. If a lane had to drop one, the passes go over the chunks. So do the first two without a
+small top_k; then the ids inside the range that is left are few enough, as a rule, to be gathered as well.
 
 A CTA is one warpgroup: those of a CTA would share the scratch memory through which JAX sums up a vector.
 """
@@ -112,11 +113,14 @@ def filter_ends_mosaic(
             stored = [compat.load(ref, layout=chunk_layout()) for ref in gathered_of]
             return [lax.bitcast_convert_type(each, jnp.float32).astype(logits_ref.dtype) for each in stored]
 
-        def gather(length, top):
-            """(whether all ids before `top` are gathered, the length of the list, which then are the places of them)"""
+        def gather(length, low, high):
+            """(whether all ids from `low` to `high` - 1 are gathered, the length of the list, which then are their
+            places). high: not above the magnitude of -inf, which stands for none."""
 
             def visit(chunk, logits, carry):
-                here = jnp.where(read(chunk, logits)[1] < vector(top), logits.astype(jnp.float32), nothing)
+                bits = read(chunk, logits)[1]
+                is_inside = (bits >= vector(low)) & (bits < vector(high))
+                here = jnp.where(is_inside, logits.astype(jnp.float32), nothing)
                 places = []
                 for best in carry:
                     places.append(jnp.maximum(best, here))
@@ -257,8 +261,7 @@ def filter_ends_mosaic(
             # One more, for those at `reach` itself.
             stop = jnp.where(counts, top, jnp.minimum(top, INFINITE) + 1)
             length = lax.cond(gathered, lambda: jnp.int32(AT_ONCE), lambda: list_below(stop))
-            few = counts & (limit <= min(MOST_GATHERED, num_chunks)) & (top <= INFINITE)
-            gathered, length = lax.cond(few, lambda: gather(length, top), lambda: (gathered, length))
+            few = counts & (limit <= min(MOST_GATHERED, num_chunks))
             exponent, equal = lax.cond(
                 counts, lambda: (jnp.int32(0), jnp.int32(0)), lambda: prefix_mass(length, gathered, reach, ties)
             )
@@ -268,29 +271,35 @@ def filter_ends_mosaic(
                 return lax.cond(counts, lambda: vector(1), lambda: weigh_mass(bits))
 
             def one(carry):
-                number, low, high, below_low, below_high, limit = carry
+                number, low, high, below_low, below_high, limit, since, before, length = carry
+                # Of those gathered before, all lie from `since` on, and weigh `before` less than with all below it.
+                tries = (since < 0) & (few | (number >= 2)) & (high <= INFINITE) & (length > AT_ONCE)
+                is_new, length = lax.cond(tries, lambda: gather(length, low, high), lambda: (jnp.bool_(False), length))
+                since, before = jnp.where(is_new, low, since), jnp.where(is_new, below_low, before)
                 bounds = bounds_in(low, high, number)
-                weights, first, last = survey(length, gathered, weigh, bounds, low, high)
+                weights, first, last = survey(length, since >= 0, weigh, bounds, low, high)
+                weights = [before + weight for weight in weights]
                 # The first pass also weighs the whole prefix, of which top_p wants a part.
                 total = weights[-1] + equal * one_of(weigh, reach)
                 part = mass_limit(mass_ref[row], total)
                 limit = jnp.where((number == 0) & ~counts, part, limit)
                 below_high = jnp.where(number == 0, weights[-1], below_high)
                 found = narrow(limit, weights, first, last, bounds, low, high, below_low, below_high)
-                return (number + 1, *found, limit)
+                return (number + 1, *found, limit, since, before, length)
 
             def go_on(carry):
-                number, low, high, _, below_high, limit = carry
+                number, low, high, _, below_high, limit, *_ = carry
                 return (number == 0) | ((high - low > 1) & (below_high >= limit) & (number < MOST_PASSES))
 
             start = (jnp.int32(0), jnp.int32(0), top, jnp.int32(0), jnp.int32(MAX), limit)
-            _, low, _, below_low, below_high, limit = lax.while_loop(go_on, one, start)
+            start += (jnp.where(gathered, 0, -1), jnp.int32(0), length)
+            _, low, _, below_low, below_high, limit, since, *_ = lax.while_loop(go_on, one, start)
             is_inside = below_high >= limit
             magnitude, before = jnp.where(is_inside, low, reach), jnp.where(is_inside, below_low, below_high)
             each = jnp.maximum(one_of(weigh, magnitude), 1)
             number = lax.div(limit - before + each - 1, each)
             every = jnp.where(is_inside, lax.div(below_high - before, each), MAX)
-            return magnitude, jnp.where(is_inside, number, jnp.minimum(equal, number)), every, gathered
+            return magnitude, jnp.where(is_inside, number, jnp.minimum(equal, number)), every, since == 0
 
         def nth_tie(magnitude, wanted):
             """The id after the `wanted`-th one that has this magnitude."""

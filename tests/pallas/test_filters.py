@@ -95,6 +95,15 @@ def test_a_small_top_k_of_a_wide_row_interpreted(kind):
 
 
 @needs_mosaic
+@pytest.mark.parametrize("kind", ["normal", "one lane"])
+def test_what_is_gathered_late_of_a_wide_row_interpreted(kind):
+    """After two passes, where there is no small top_k; in one lane, too much to be gathered at all."""
+    asked = [{"top_p": 0.9}, {"top_p": 0.5, "min_p": 0.01}, {"top_k": 40}, {"top_k": 60, "top_p": 0.9}]
+    with compat.interpreting():
+        check(logits_of(kind, len(asked), 12 * row_chunks.CHUNK + 132), asked)
+
+
+@needs_mosaic
 def test_damaged_rows_are_left_alone_in_the_interpreter():
     logits = logits_of("normal", 3, 512)
     logits[0, 7], logits[1, 8], logits[2] = np.nan, np.inf, -np.inf
