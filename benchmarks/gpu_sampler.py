@@ -3,9 +3,9 @@
     python benchmarks/gpu_sampler.py [--output FILE] [--seconds 300] [--batch 256 64 8] [--vocab 128256]
                                      [--history 4096] [--only TEXT]
 
-Logits are random bfloat16, about as wide as a language model's, widened to float32 as the step does. A row names what
-all requests of its batch ask for. It is first checked on some rows: the ids that a token was drawn from, the token
-itself and log-probabilities are the oracle's. Then `us` is the device time of one call, all its kernels together (see
+Logits are random bfloat16, about as wide as a language model's. A row names what all requests of its batch ask for. It
+is first checked on some rows: the ids that a token was drawn from, the token itself and log-probabilities are the
+oracle's. Then `us` is the device time of one call, all its kernels together (see
 `benchmarks.report`), and `temp_ratio` the bytes of its temporaries over those of the float32 logits. `adds` is what the
 op costs beside the row before it that lacks it. `peer` is vLLM 0.25.1 on the same GPU.
 Rows are written as they come; a row is void if anything was compiled while it was timed, or on a CPU, where the
@@ -88,11 +88,7 @@ class Case:
 CASES = (
     Case("greedy", {"temperature": 0.0}),
     Case("temperature", {"temperature": 0.8}, "greedy"),
-    Case("temperature_min_p", {"temperature": 0.8, "min_p": 0.02}, "temperature"),
-    Case("temperature_top_k", {"temperature": 0.8, "top_k": 50}, "temperature", peer=255.0),
-    Case("temperature_top_p", {"temperature": 0.8, "top_p": 0.9}, "temperature", peer=254.0),
     Case("temperature_top_k_top_p", {"temperature": 0.8, **FILTERS}, "temperature"),
-    Case("penalties", {"temperature": 0.0, **PENALTIES}, "greedy", 3.0, peer=139.0),
     Case(
         "temperature_top_k_top_p_penalties",
         {"temperature": 0.8, **FILTERS, **PENALTIES},
@@ -100,6 +96,15 @@ CASES = (
         3.0,
         peer=650.0,
     ),
+    Case("logprobs5", {"temperature": 0.8, "logprobs": 5}, "temperature", 2.0),
+    Case("logprobs5_greedy", {"temperature": 0.0, "logprobs": 5}, "greedy", 2.0),
+    Case("logprobs5_top_k_top_p", {"temperature": 0.8, "logprobs": 5, **FILTERS}, "temperature_top_k_top_p", 2.0),
+    Case("greedy/in_constrained", {"temperature": 0.0}, "greedy", tier="constrained"),
+    Case("greedy/in_full", {"temperature": 0.0}, "greedy", tier="full"),
+    Case("temperature_top_k", {"temperature": 0.8, "top_k": 50}, "temperature", peer=255.0),
+    Case("penalties", {"temperature": 0.0, **PENALTIES}, "greedy", 3.0, peer=139.0),
+    Case("temperature_top_p", {"temperature": 0.8, "top_p": 0.9}, "temperature", peer=254.0),
+    Case("temperature_min_p", {"temperature": 0.8, "min_p": 0.02}, "temperature"),
     Case(
         "everything",
         {
@@ -118,11 +123,6 @@ CASES = (
     Case("greedy/mask_of_all", {"temperature": 0.0}, "greedy", allows=1.0),
     Case("greedy/mask_of_few", {"temperature": 0.0}, "greedy", allows=0.01),
     Case("temperature/mask_of_few", {"temperature": 0.8}, "temperature", allows=0.01),
-    Case("greedy/in_constrained", {"temperature": 0.0}, "greedy", tier="constrained"),
-    Case("greedy/in_full", {"temperature": 0.0}, "greedy", tier="full"),
-    Case("logprobs5", {"temperature": 0.8, "logprobs": 5}, "temperature", 2.0),
-    Case("logprobs5_greedy", {"temperature": 0.0, "logprobs": 5}, "greedy", 2.0),
-    Case("logprobs5_top_k_top_p", {"temperature": 0.8, "logprobs": 5, **FILTERS}, "temperature_top_k_top_p", 2.0),
     Case(
         "processed_logprobs5_top_k_top_p",
         {"temperature": 0.8, "logprobs": 5, **FILTERS},
@@ -133,6 +133,7 @@ CASES = (
     Case("logprobs_all", {"temperature": 0.8, "logprobs": -1}, "temperature", 3.0, reports=Reports(max_logprobs=-1)),
     Case("greedy/nan_count", {"temperature": 0.0}, "greedy", reports=Reports(nan_check="count")),
 )
+"""Those for which there is a target, and what they are compared with, come first: a short run has them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,12 +183,11 @@ def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
 def sampler(tier: Tier, reports: Reports, logits, params, position, history, bitmask) -> tuple[Sampled, Any]:
     """What a step does with bfloat16 logits: (tokens and what belongs to them, NaN of each row if they are counted).
     Scores are no result of a step, and writing them would take as long as a pass."""
-    wide = logits.astype(jnp.float32)
     if bitmask is not None:
-        wide = mask_by_grammar(wide, bitmask)
+        logits = mask_by_grammar(logits, bitmask)
     counts = reports.nan_check != "off"
-    num_nans = count_nans(wide, jnp.ones(len(wide), bool)) if counts else None
-    return sample_tokens(wide, params, position, tier=tier, history=history)._replace(scores=None), num_nans
+    num_nans = count_nans(logits, jnp.ones(len(logits), bool)) if counts else None
+    return sample_tokens(logits, params, position, tier=tier, history=history)._replace(scores=None), num_nans
 
 
 @functools.cache
@@ -199,14 +199,14 @@ def one(tier: Tier, reports: Reports):
 @functools.cache
 def several(tier: Tier, reports: Reports):
     """The same for each of some batches of logits, one after the other, each at a position of its own: its draw would
-    else be the first one's, computed once."""
+    else be the first one's, computed once. Lowered once: as a program of its own that each calls."""
 
     @jax.jit
     def calls(logits, params, position, history, bitmask):
         outputs = []
         for number, each in enumerate(logits):
             each, outputs = jax.lax.optimization_barrier((each, outputs))
-            outputs.append(sampler(tier, reports, each, params, position - number, history, bitmask))
+            outputs.append(one(tier, reports)(each, params, position - number, history, bitmask))
         return outputs
 
     return calls
@@ -261,7 +261,10 @@ def check_logprobs(case: Case, found: TokenLogprobs, row: int, logits, wanted, m
     return None
 
 
-def measure(case: Case, batch: int, vocab: int, width: int, times: dict[str, float]) -> report.Row:
+def measure(
+    case: Case, batch: int, vocab: int, width: int, times: dict[str, float], temporaries: dict[Any, int]
+) -> report.Row:
+    """times: us of rows so far, by name. temporaries: bytes of the programs so far, which cases share; both grow."""
     prefix = f"sampler/b{batch}/v{vocab}/"
     pass_us = batch * vocab * 4 / READ_BYTES_PER_US
     row: report.Row = {"name": prefix + case.name, "value": None, "unit": "us", "floor": round(case.floor * pass_us, 1)}
@@ -274,9 +277,11 @@ def measure(case: Case, batch: int, vocab: int, width: int, times: dict[str, flo
         if wrong := check(case, inputs):
             return row | {"error": wrong}
         arguments = (inputs.logits, inputs.params, inputs.position, inputs.history, inputs.bitmask)
-        compiled = one(case.runs_in, case.reports).lower(inputs.logits[0], *arguments[1:]).compile()
-        temporary = compiled.memory_analysis().temp_size_in_bytes
-        row["temp_ratio"] = round(temporary / (batch * vocab * 4), 2)
+        program = case.runs_in, case.reports, batch, inputs.bitmask is None
+        if program not in temporaries:
+            compiled = one(case.runs_in, case.reports).lower(inputs.logits[0], *arguments[1:]).compile()
+            temporaries[program] = compiled.memory_analysis().temp_size_in_bytes
+        row["temp_ratio"] = round(temporaries[program] / (batch * vocab * 4), 2)
         report.timed(row, several(case.runs_in, case.reports), arguments, calls=CALLS, wall_runs=10)
         if "void" in row:
             return row
@@ -300,11 +305,12 @@ def main() -> int:
     conditions = report.conditions(**(report.KERNEL_TIMING | {"calls_per_jit": CALLS}))
     result = report.Report(options.output, conditions, seconds=options.seconds)
     times: dict[str, float] = {}
+    temporaries: dict[Any, int] = {}
     for batch in options.batch:
         for case in CASES:
             if options.only in f"sampler/b{batch}/v{options.vocab}/{case.name}" and result.left:
                 with quick_lowering():
-                    result.add(measure(case, batch, options.vocab, options.history, times))
+                    result.add(measure(case, batch, options.vocab, options.history, times, temporaries))
                 report.show(result.rows[-1:], leave_out=("kernels",))
     return 1 if any("error" in row for row in result.rows) else 0
 

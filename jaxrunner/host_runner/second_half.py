@@ -86,7 +86,7 @@ def _sample(
     if custom != NO_CUSTOM and history is not None:
         context = SamplingContext(history, rows.number, rows.seq_lens, rows.samples, params.seed)
         run = CustomRun(custom, context, current(carry.extras, custom.declared, index, rows.total_len))
-    logits = transformer.logits(model, weights, hidden)
+    logits = transformer.logits(model, weights, hidden, dtype=hidden.dtype)
     options: dict[str, Any] = {"tier": tier, "custom": run, "grammar_bitmask": grammar_bitmask}
     options |= {"implementation": implementation}
     output, updates = sample_rows(logits, rows, params, history, **options)
@@ -139,7 +139,7 @@ def run_scores(
     """
     assert half.tokens is not None
     part, sizes = score_layout(num_rows).unpack(packed), carry.sizes
-    logits = transformer.logits(model, weights, half.tokens[part["place"]])
+    logits = transformer.logits(model, weights, half.tokens[part["place"]], dtype=half.tokens.dtype)
     listed = lists[part["row"], sizes.list_sizes.columns["prompt_logprob_ids"]]
     return carry, token_logprobs(logits, part["scored"], listed, raw(sizes.reports))
 

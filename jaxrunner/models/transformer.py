@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from jaxrunner.models.layers import linear, rms_norm, rotary_table
 from jaxrunner.models.model import LayerSpec, Model
@@ -74,10 +74,11 @@ def _cut(stacked: dict[str, jax.Array], num_layers: int) -> list[dict[str, jax.A
     return [{name: array[i] for name, array in stacked.items()} for i in range(num_layers)]
 
 
-def logits(model: Model, weights: Any, hidden: Float[Array, "B H"]) -> Float32[Array, "B V"]:
-    """Output logits, f32[B, vocab]; ids without a token (a padded vocabulary) get -inf."""
+def logits(model: Model, weights: Any, hidden: Float[Array, "B H"], *, dtype: Any = jnp.float32) -> Float[Array, "B V"]:
+    """Output logits, [B, vocab]; ids without a token (a padded vocabulary) get -inf. dtype: of the result; that of
+    hidden, in which they are computed, spares whoever reads them from memory a wider copy."""
     head = weights["embed_tokens"] if model.tie_word_embeddings else weights["lm_head"]
-    out = linear(hidden, head).astype(jnp.float32)
+    out = linear(hidden, head).astype(dtype)
     if model.num_token_ids is not None and model.num_token_ids < model.vocab_size:
         out = jnp.where(jnp.arange(model.vocab_size) < model.num_token_ids, out, -jnp.inf)
     return out

@@ -7,7 +7,8 @@ passes end at one value; if many ids have it, one more pass counts them. The row
 chunks matter: the least magnitude of each is known, and only those are read that reach into the range. With top_k
 of 50 these are 50 of 250 from the beginning: the k-th id cannot come after the k-th least of the chunks' magnitudes.
 Little more than k ids come before that. They are gathered in one pass and kept on chip, where all others search: a lane
-keeps the least it has seen. If a lane had to drop one, the passes go over the chunks, as they do without top_k.
+keeps the least it has seen. If a lane had to drop one, the passes go over the chunks. So do the first two without a
+small top_k; then the ids inside the range that is left are few enough, as a rule, to be gathered as well.
 
 A CTA is one warpgroup: those of a CTA would share the scratch memory through which JAX sums up a vector.
 """
@@ -21,89 +22,73 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrunner.pallas import compat
+from jaxrunner.pallas.row_chunks import (
+    CHUNK,
+    INFINITE,
+    MAX,
+    ScoredChunks,
+    chunk_layout,
+    count_chunks,
+    list_chunks,
+    magnitudes,
+    vector,
+)
+from jaxrunner.sampling.temperature import ScaledRows
 from jaxrunner.sampling.top_p import UNIT_BITS, WORD, mass_exponent, mass_limit, power_of_two, scaled_mass
 
-CHUNK = 512
 N_BOUNDS = 8
 AT_ONCE = 4
 """Chunks that are visited together, while as many more are on their way from memory; and how many ids a lane keeps."""
 MOST_GATHERED = 256
 """Ids of a top_k that are gathered; with more of them lanes would drop some too often."""
-NOTED_AT_ONCE = 8
 MOST_PASSES = 40
-INFINITE, MAX = 0x7F800000, 0x7FFFFFFF
-"""The magnitude of -inf; above every one."""
 WEIGHTLESS = 0x41B00000
 """22.0: an id of exp(-22) times the greatest probability has no mass at any scale, see `mass_exponent`."""
 
 
-def reason_against(vocab_size: int) -> str | None:
-    """Why the kernel cannot take rows of so many ids, or None."""
-    if vocab_size < CHUNK or vocab_size % 4:
-        return f"it takes a vocabulary of {CHUNK} ids or more, a multiple of 4, not {vocab_size}"
-    return None
-
-
 def filter_ends_mosaic(
-    scaled: jax.Array, best: jax.Array, furthest: jax.Array, count: jax.Array, mass: jax.Array
+    scaled: ScaledRows, best: jax.Array, furthest: jax.Array, count: jax.Array, mass: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(magnitude, end), i32[B]: a row's ids are left whose magnitude, the bits of |scaled|, is below `magnitude`, and
     of those that have just this the ones before `end`.
 
-    scaled: f32[B, V], not positive. best: of its chunks, see `best_of_chunks`. furthest: i32[B], the greatest magnitude
-    that min_p leaves. count: i32[B], how many ids top_k leaves, V where it is off. mass: f32[B], the part of the mass
-    that top_p leaves, 1 where it is off.
+    scaled: no score is positive. best: f32[B, N], scores, see `best_of_chunks`. furthest: i32[B], the greatest
+    magnitude that min_p leaves. count: i32[B], how many ids top_k leaves, V where it is off. mass: f32[B], the part of
+    the mass that top_p leaves, 1 where it is off.
     Raises ImplementationError where Mosaic GPU kernels cannot run.
     """
-    rows, vocab_size = scaled.shape
-    num_chunks = -(-vocab_size // CHUNK)
-    wide = compat.strided(CHUNK)
-    nearest = _magnitudes(best)
-    num_places = nearest.shape[1]
+    rows, vocab_size = scaled.logits.shape
+    num_chunks = count_chunks(vocab_size)
+    num_places = num_chunks + -num_chunks % compat.LANES
+    nearest = magnitudes(best, num_places)
 
-    def sampling_filter(scaled_ref, nearest_ref, furthest_ref, count_ref, mass_ref, magnitude_ref, end_ref, *scratch):
-        listed, magnitude_of, bounds_of, *gathered_of = scratch
+    def sampling_filter(
+        logits_ref,
+        offset_ref,
+        inverse_ref,
+        nearest_ref,
+        furthest_ref,
+        count_ref,
+        mass_ref,
+        magnitude_ref,
+        end_ref,
+        listed,
+        magnitude_of,
+        bounds_of,
+        *gathered_of,
+    ):
         row = lax.axis_index("cta")
 
-        def vector(value):
-            return compat.repeated(jnp.asarray(value, jnp.int32), (CHUNK,), wide)
-
+        chunks = ScoredChunks(logits_ref, row, offset_ref, inverse_ref)
+        load, read = chunks.load, chunks.read
         zero = vector(0)
-        place = compat.iota(CHUNK)
 
-        def start_of(chunk):
-            return jnp.minimum(chunk * CHUNK, vocab_size - CHUNK)
-
-        def load(chunk):
-            """Scores, of which nothing is computed before they are wanted: that would wait for them."""
-            return compat.load(scaled_ref.at[row, compat.ds(start_of(chunk), CHUNK)], layout=wide, optimized=False)
-
-        def read(chunk, scores):
-            """(ids, magnitudes) of a chunk; what belongs to the one before it, or lies behind the last, is infinite."""
-            ids = place + vector(start_of(chunk))
-            bits = lax.bitcast_convert_type(jnp.abs(scores), jnp.int32)
-            return ids, jnp.where(ids >= vector(chunk * CHUNK), bits, vector(INFINITE))
-
-        def list_chunks(stop):
+        def list_below(stop):
             """The list becomes the chunks that hold a magnitude below `stop`; returns how many."""
-            compat.commit()  # no thread reads the old list any more
-
-            def note(i, length):
-                chunks = [i * NOTED_AT_ONCE + n for n in range(NOTED_AT_ONCE)]
-                magnitudes = [magnitude_of[chunk] for chunk in chunks]
-                for chunk, magnitude in zip(chunks, magnitudes, strict=True):
-                    listed[length] = chunk
-                    length = length + (magnitude < stop).astype(jnp.int32)
-                return length
-
-            length = lax.fori_loop(0, num_places // NOTED_AT_ONCE, note, jnp.int32(0))
-            for i in range(2 * AT_ONCE):
-                listed[length + i] = jnp.int32(num_chunks)  # behind the last: nothing
-            compat.commit()
-            return length
+            return list_chunks(listed, magnitude_of, num_places, stop, behind=num_chunks, more=2 * AT_ONCE)
 
         def over_chunks(length, visit, carry, gathered=False):
-            """visit(chunk, magnitudes, carry) over all chunks of the list, in their order, or over what is gathered."""
+            """visit(chunk, logits, carry) over all chunks of the list, in their order, or over what is gathered."""
 
             def loaded(chunks):
                 chunks = [listed[chunk] for chunk in chunks]
@@ -112,37 +97,41 @@ def filter_ends_mosaic(
                 return lax.cond(gathered, kept, lambda: [load(chunk) for chunk in chunks])
 
             def some(i, carry):
-                scores, carry = carry
+                logits, carry = carry
                 first = i * AT_ONCE
                 # All of them a round ahead: a register that is passed on waits for what is loaded into it.
                 following = loaded([first + AT_ONCE + n for n in range(AT_ONCE)])
-                for n, each in enumerate(scores):
-                    chunk = listed[first + n]
-                    carry = visit(chunk, read(chunk, each)[1], carry)
+                for n, each in enumerate(logits):
+                    carry = visit(listed[first + n], each, carry)
                 return following, carry
 
             rounds = lax.div(length + AT_ONCE - 1, jnp.int32(AT_ONCE))
             return lax.fori_loop(0, rounds, some, (loaded(range(AT_ONCE)), carry))[1]
 
         def kept():
-            """What is gathered, as scores."""
-            return [-lax.bitcast_convert_type(compat.load(ref, layout=wide), jnp.float32) for ref in gathered_of]
+            """What is gathered."""
+            stored = [compat.load(ref, layout=chunk_layout()) for ref in gathered_of]
+            return [lax.bitcast_convert_type(each, jnp.float32).astype(logits_ref.dtype) for each in stored]
 
-        def gather(length, top):
-            """(whether all ids before `top` are gathered, the length of the list, which then are the places of them)"""
+        def gather(length, low, high):
+            """(whether all ids from `low` to `high` - 1 are gathered, the length of the list, which then are their
+            places). high: not above the magnitude of -inf, which stands for none."""
 
-            def visit(_, bits, carry):
-                bits = jnp.where(bits < vector(top), bits, vector(INFINITE))
+            def visit(chunk, logits, carry):
+                bits = read(chunk, logits)[1]
+                is_inside = (bits >= vector(low)) & (bits < vector(high))
+                here = jnp.where(is_inside, logits.astype(jnp.float32), nothing)
                 places = []
-                for least in carry:
-                    places.append(jnp.minimum(least, bits))
-                    bits = jnp.maximum(least, bits)
+                for best in carry:
+                    places.append(jnp.maximum(best, here))
+                    here = jnp.minimum(best, here)
                 return places
 
-            *least, dropped = over_chunks(length, visit, [vector(INFINITE)] * (AT_ONCE + 1))
-            is_whole = jnp.min(dropped) == INFINITE
-            for ref, bits in zip(gathered_of, least, strict=True):
-                ref[...] = bits
+            nothing = compat.filled((CHUNK,), -jnp.inf, chunk_layout())
+            *best, dropped = over_chunks(length, visit, [nothing] * (AT_ONCE + 1))
+            is_whole = jnp.max(dropped) == -jnp.inf
+            for ref, logits in zip(gathered_of, best, strict=True):
+                ref[...] = lax.bitcast_convert_type(logits, jnp.int32)
 
             def list_places():
                 compat.commit()  # no thread reads the old list any more
@@ -158,8 +147,9 @@ def filter_ends_mosaic(
             """(weight below each bound and below high, least and greatest magnitude in low..high - 1)."""
             bounds = [*bounds, high]
 
-            def visit(_, bits, carry):
+            def visit(chunk, logits, carry):
                 sums, first, last = carry
+                bits = read(chunk, logits)[1]
                 weight = weigh(bits)
                 sums = tuple(
                     total + jnp.where(bits < vector(bound), weight, zero)
@@ -244,8 +234,9 @@ def filter_ends_mosaic(
             strict = jnp.minimum(reach, WEIGHTLESS + 1)
             in_units = masses(UNIT_BITS)
 
-            def visit(_, bits, carry):
+            def visit(chunk, logits, carry):
                 high, low, equal = carry
+                bits = read(chunk, logits)[1]
                 here = words_of(jnp.where(bits < vector(strict), in_units(bits), zero))
                 return high + here[0], low + here[1], equal + jnp.where(bits == vector(reach), vector(1), zero)
 
@@ -269,9 +260,8 @@ def filter_ends_mosaic(
             )
             # One more, for those at `reach` itself.
             stop = jnp.where(counts, top, jnp.minimum(top, INFINITE) + 1)
-            length = lax.cond(gathered, lambda: jnp.int32(AT_ONCE), lambda: list_chunks(stop))
-            few = counts & (limit <= min(MOST_GATHERED, num_chunks)) & (top <= INFINITE)
-            gathered, length = lax.cond(few, lambda: gather(length, top), lambda: (gathered, length))
+            length = lax.cond(gathered, lambda: jnp.int32(AT_ONCE), lambda: list_below(stop))
+            few = counts & (limit <= min(MOST_GATHERED, num_chunks))
             exponent, equal = lax.cond(
                 counts, lambda: (jnp.int32(0), jnp.int32(0)), lambda: prefix_mass(length, gathered, reach, ties)
             )
@@ -281,29 +271,35 @@ def filter_ends_mosaic(
                 return lax.cond(counts, lambda: vector(1), lambda: weigh_mass(bits))
 
             def one(carry):
-                number, low, high, below_low, below_high, limit = carry
+                number, low, high, below_low, below_high, limit, since, before, length = carry
+                # Of those gathered before, all lie from `since` on, and weigh `before` less than with all below it.
+                tries = (since < 0) & (few | (number >= 2)) & (high <= INFINITE) & (length > AT_ONCE)
+                is_new, length = lax.cond(tries, lambda: gather(length, low, high), lambda: (jnp.bool_(False), length))
+                since, before = jnp.where(is_new, low, since), jnp.where(is_new, below_low, before)
                 bounds = bounds_in(low, high, number)
-                weights, first, last = survey(length, gathered, weigh, bounds, low, high)
+                weights, first, last = survey(length, since >= 0, weigh, bounds, low, high)
+                weights = [before + weight for weight in weights]
                 # The first pass also weighs the whole prefix, of which top_p wants a part.
                 total = weights[-1] + equal * one_of(weigh, reach)
                 part = mass_limit(mass_ref[row], total)
                 limit = jnp.where((number == 0) & ~counts, part, limit)
                 below_high = jnp.where(number == 0, weights[-1], below_high)
                 found = narrow(limit, weights, first, last, bounds, low, high, below_low, below_high)
-                return (number + 1, *found, limit)
+                return (number + 1, *found, limit, since, before, length)
 
             def go_on(carry):
-                number, low, high, _, below_high, limit = carry
+                number, low, high, _, below_high, limit, *_ = carry
                 return (number == 0) | ((high - low > 1) & (below_high >= limit) & (number < MOST_PASSES))
 
             start = (jnp.int32(0), jnp.int32(0), top, jnp.int32(0), jnp.int32(MAX), limit)
-            _, low, _, below_low, below_high, limit = lax.while_loop(go_on, one, start)
+            start += (jnp.where(gathered, 0, -1), jnp.int32(0), length)
+            _, low, _, below_low, below_high, limit, since, *_ = lax.while_loop(go_on, one, start)
             is_inside = below_high >= limit
             magnitude, before = jnp.where(is_inside, low, reach), jnp.where(is_inside, below_low, below_high)
             each = jnp.maximum(one_of(weigh, magnitude), 1)
             number = lax.div(limit - before + each - 1, each)
             every = jnp.where(is_inside, lax.div(below_high - before, each), MAX)
-            return magnitude, jnp.where(is_inside, number, jnp.minimum(equal, number)), every, gathered
+            return magnitude, jnp.where(is_inside, number, jnp.minimum(equal, number)), every, since == 0
 
         def nth_tie(magnitude, wanted):
             """The id after the `wanted`-th one that has this magnitude."""
@@ -311,13 +307,13 @@ def filter_ends_mosaic(
             def is_tie(bits):
                 return jnp.where(bits == vector(magnitude), vector(1), zero)
 
-            def visit(chunk, bits, carry):
+            def visit(chunk, logits, carry):
                 before, chosen, left = carry
-                after = before + jnp.sum(is_tie(bits))
+                after = before + jnp.sum(is_tie(read(chunk, logits)[1]))
                 is_here = (before < wanted) & (after >= wanted)
                 return after, jnp.where(is_here, chunk, chosen), jnp.where(is_here, wanted - before, left)
 
-            _, chunk, left = over_chunks(list_chunks(magnitude + 1), visit, (jnp.int32(0),) * 3)
+            _, chunk, left = over_chunks(list_below(magnitude + 1), visit, (jnp.int32(0),) * 3)
             ids, bits = read(chunk, load(chunk))
             ties = is_tie(bits)
 
@@ -358,17 +354,5 @@ def filter_ends_mosaic(
         grid_names=("cta",),
         scratch_types=scratch,
         auto_barriers=False,
-    )(scaled, nearest, furthest, count, mass)
+    )(*scaled, nearest, furthest, count, mass)
     return magnitude, end
-
-
-def best_of_chunks(scaled: jax.Array) -> jax.Array:
-    """f32[B, N], the greatest score of each chunk."""
-    padded = jnp.pad(scaled, ((0, 0), (0, -scaled.shape[1] % CHUNK)), constant_values=-jnp.inf)
-    return jnp.max(padded.reshape(len(scaled), -1, CHUNK), axis=2)
-
-
-def _magnitudes(scores: jax.Array) -> jax.Array:
-    """i32[B, N], the bits of their size, and MAX up to a multiple of 128."""
-    bits = lax.bitcast_convert_type(jnp.abs(scores), jnp.int32)
-    return jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % compat.LANES)), constant_values=MAX)

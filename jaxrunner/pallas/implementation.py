@@ -25,6 +25,7 @@ AVAILABLE: dict[str, tuple[str, ...]] = {
     "commit": ("xla", "mosaic"),
     "attention": ("xla", "mosaic", "triton", "reference"),
     "filters": ("xla", "mosaic"),
+    "best_ids": ("xla", "mosaic"),
 }
 """Op -> implementations that exist."""
 
@@ -40,6 +41,7 @@ AUTOMATIC: dict[str, tuple[tuple[str, str, str], ...]] = {
         (SINCE_AMPERE, "triton", "with jaxrunner[triton]: bfloat16, float16 or float32 throughout, D <= 256"),
     ),
     "filters": ((HOPPER, "mosaic", "V >= 512, a multiple of 4"),),
+    "best_ids": ((HOPPER, "mosaic", "V >= 512, a multiple of 4"),),
 }
 """Op -> (compute capability, automatic choice, shapes and types it is for); all else is XLA's."""
 

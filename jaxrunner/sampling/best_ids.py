@@ -4,23 +4,32 @@ Order: the higher score first; equal scores by id, the lowest first. The row is 
 lie in the `count` chunks with the highest maxima, because each of these maxima stands before everything in another
 chunk. So one pass over the row leaves `count` chunks, two more cuts leave a few hundred ids, and those are ranked by
 comparing each with each other. What a GPU does is one pass over the row and a dozen small kernels; a sort would read
-and write the row dozens of times.
+and write the row dozens of times. Where Mosaic runs, one kernel takes the place of all but the pass.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 CHUNKS = (512, 32, 4)
 """Sizes of the cuts. With 20 of 128,256 ids they leave 251, 320 and 160 maxima and at last 80 ids to be ranked."""
 NO_ID = -1
 
 
-def best_ids(scores: Float32[Array, "B V"], count: int) -> Int32[Array, "B N"]:
-    """The ids of the `count` best scores of each row, 1 <= count <= V, best first. A NaN counts as -inf."""
-    kept, ids = scores, None
+def best_ids(
+    scores: Float[Array, "B V"], count: int, maxima: Float32[Array, "B M"] | None = None
+) -> Int32[Array, "B N"]:
+    """The ids of the `count` best scores of each row, 1 <= count <= V, best first. A NaN counts as -inf.
+
+    maxima: of `filters.chunk_maxima`; with them a kernel finds the ids.
+    """
+    if maxima is not None:
+        from jaxrunner.pallas.best_ids_mosaic import best_ids_mosaic
+
+        return best_ids_mosaic(lax.stop_gradient(scores), lax.stop_gradient(maxima), count)
+    kept, ids = scores.astype(jnp.float32), None
     for size in CHUNKS:
         if kept.shape[1] > count * size:
             place = _best_chunks(kept, count, size)

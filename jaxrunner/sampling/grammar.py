@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxrunner.sampling.packed_bits import WORD, unpack_bits
 
 
-def mask_by_grammar(logits: Float32[Array, "B V"], bitmask: UInt32[Array, "B W"]) -> Float32[Array, "B V"]:
+def mask_by_grammar(logits: Float[Array, "B V"], bitmask: UInt32[Array, "B W"]) -> Float[Array, "B V"]:
     """logits with -inf at every id whose bit is 0, see `packed_bits`; ids past the last word are forbidden.
 
     bitmask: of the batch's rows in batch order; a row without a grammar has all bits set. It comes first, so that

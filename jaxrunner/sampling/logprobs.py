@@ -5,9 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
+from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.sampling.best_ids import best_ids
+from jaxrunner.sampling.filters import chunk_maxima
 from jaxrunner.state.reports import DEFAULT_REPORTS, Reports
 
 
@@ -29,20 +31,27 @@ class TokenLogprobs(struct.PyTreeNode):
 
 
 def token_logprobs(
-    logits: Float32[Array, "B V"],
+    logits: Float[Array, "B V"],
     chosen: Int32[Array, "B"],
     listed: Int32[Array, "B M"],
     reports: Reports = DEFAULT_REPORTS,
+    *,
+    maxima: Float32[Array, "B N"] | None = None,
+    implementation: Implementation = None,
 ) -> TokenLogprobs:
     """What `reports` says, of these logits.
 
-    chosen: ids inside the vocabulary. listed: ids that a row names, as its state holds them: id + 1, 0 where unused.
+    logits: of any floating type, widened to float32. chosen: ids inside the vocabulary. listed: ids that a row names,
+    as its state holds them: id + 1, 0 where unused. maxima: the logits' `chunk_maxima`, if they are known.
+    implementation: of the search for the best ids.
     Equal best ids stand lowest first. A rank is the number of ids at least as probable, 1 at least. A row of -inf has
     only -inf, one with a NaN only NaN (in the modes of logits, where they are NaN).
     Source: vLLM's `gather_logprobs`.
     """
-    vocab_size = logits.shape[1]
-    best = best_ids(logits, min(reports.num_best, vocab_size))
+    given, logits, vocab_size = logits, logits.astype(jnp.float32), logits.shape[1]
+    if maxima is None:
+        maxima = chunk_maxima(logits, op="best_ids", implementation=implementation)
+    best = best_ids(given, min(reports.num_best, vocab_size), maxima)
     ids = jnp.concatenate([chosen[:, None], best], axis=1)
     values = jnp.take_along_axis(logits, ids, axis=1, mode="clip")
     rank = jnp.sum(logits >= values[:, :1], axis=1, dtype=jnp.int32)

@@ -8,20 +8,23 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
 from jaxrunner.pallas.implementation import Implementation
 from jaxrunner.sampling.constraints import constrain, has_no_id
 from jaxrunner.sampling.custom import CustomRun
-from jaxrunner.sampling.filters import best_id, chunk_maxima, scale_and_filter
+from jaxrunner.sampling.filters import best_id, chunk_maxima, draw, scale_and_filter
 from jaxrunner.sampling.history import History
 from jaxrunner.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxrunner.sampling.packed_bits import pack_bits
-from jaxrunner.sampling.random import gumbel, row_keys
+from jaxrunner.sampling.random import row_keys
 from jaxrunner.sampling.replay import replayed
 from jaxrunner.sampling.temperature import GREEDY_BELOW, divide, scale
 from jaxrunner.state.sampling import SamplingState
+
+NEED_MAXIMA = {Feature.FILTERS: "filters", Feature.LOGPROBS: "best_ids"}
+"""What needs the greatest logit of each chunk, and the op whose kernel does."""
 
 
 class Sampled(NamedTuple):
@@ -43,7 +46,7 @@ class Sampled(NamedTuple):
 
 
 def sample_tokens(
-    logits: Float32[Array, "B V"],
+    logits: Float[Array, "B V"],
     params: SamplingState,
     position: Int32[Array, "B"],
     *,
@@ -54,50 +57,57 @@ def sample_tokens(
 ) -> Sampled:
     """A token of each row.
 
+    logits: of any floating type; all is computed in float32, and what reads them from memory reads them as they are.
     params: the rows' parameters in batch order. position: index the new token will have in its request. history: for
     tiers with constraints. custom: the user's processors and sampler; those that serve every request run in all tiers,
-    the others from "constrained" on. implementation: of the filters.
+    the others from "constrained" on. implementation: of the filters with
+    the draw from what they leave, and of the search for the best ids.
     tier "greedy": exact argmax, the lowest id on a tie. tier "random": rows with a temperature take the argmax of
     logits / temperature + Gumbel noise, which draws from the softmax; greedy rows as before. Tiers from "filtered" on
     filter before the draw, from "constrained" on the whole list of `jaxrunner.sampling` applies. A row's token is the
     same in every tier that covers what it asks for.
     """
-    features, raw = TIER_FEATURES[tier], logits
+    features, narrow, raw = TIER_FEATURES[tier], logits, logits.astype(jnp.float32)
     no_id_left: jax.Array | None = None
     updates: dict[str, jax.Array] = {}
     asked = Feature.CONSTRAINTS in features
     if asked:
         if history is None:
             raise ValueError(f"tier {tier!r} needs the history of its rows")
-        logits, updates = constrain(logits, params, position, history, custom)
+        logits, updates = constrain(raw, params, position, history, custom)
     elif custom is not None:
-        logits, updates = custom.process(logits, asked=False)
-    maxima = chunk_maxima(logits, implementation=implementation) if Feature.FILTERS in features else None
+        logits, updates = custom.process(raw, asked=False)
+    scores = wide = logits.astype(jnp.float32)
+    maxima = None
+    if op := next((op for feature, op in NEED_MAXIMA.items() if feature in features), None):
+        maxima = chunk_maxima(wide, op=op, implementation=implementation)
     if asked or custom is not None:
-        no_id_left = has_no_id(logits if maxima is None else maxima)
-    tokens = best_id(logits, maxima)
-    scores = logits
+        no_id_left = has_no_id(wide if maxima is None else maxima)
+    tokens = best_id(wide, maxima)
     if Feature.DRAW in features:
         is_greedy = params.temperature < GREEDY_BELOW
+        left = None
         if Feature.FILTERS in features:
-            scores = scale_and_filter(logits, params, maxima)
+            scores, left = scale_and_filter(logits, params, maxima)
         else:
-            scores = scale(logits, params.temperature)
+            highest = None if maxima is None else jnp.max(maxima, axis=-1, keepdims=True)
+            scores = scale(wide, params.temperature, highest)
         keys = row_keys(params.seed, position)
-        drawn = jnp.argmax(scores + gumbel(keys, logits.shape[-1]), axis=-1).astype(jnp.int32)
+        drawn = draw(scores, keys, left, tokens, is_greedy)
         if custom is not None and no_id_left is not None:
             drawn, is_lost, new = custom.draw(scores, drawn, keys, asked=asked)
             no_id_left, updates = no_id_left | (is_lost & ~is_greedy), updates | new
         tokens = jnp.where(is_greedy, tokens, drawn)
-        scores = jnp.where(is_greedy[:, None], logits, scores)
+        scores = jnp.where(is_greedy[:, None], wide, scores)
     if history is not None and no_id_left is not None:
         is_given, given = replayed(params.list_of("replay_ids"), position, history.prompt_len)
         tokens, no_id_left = jnp.where(is_given, given, tokens), no_id_left & ~is_given
     mask = pack_bits(scores != -jnp.inf) if Feature.SAMPLING_MASK in features else None
     logprobs = None
     if Feature.LOGPROBS in features:
-        shown = _processed(params, logits, scores) if params.reports.is_processed else raw
-        logprobs = token_logprobs(shown, tokens, params.list_of("logprob_ids"), params.reports)
+        shown = _processed(params, wide, scores) if params.reports.is_processed else narrow
+        named, known = params.list_of("logprob_ids"), maxima if shown is logits else None
+        logprobs = token_logprobs(shown, tokens, named, params.reports, maxima=known, implementation=implementation)
     return Sampled(tokens, no_id_left, mask, logprobs, scores, updates)
 
 

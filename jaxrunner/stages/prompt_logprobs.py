@@ -43,7 +43,7 @@ def prompt_logprobs(
     i32[N], places of the scored tokens in their requests, 1 at least. rows: i32[N], state row of each. tokens: i32[N],
     where in `hidden` the token before it is.
     """
-    logits = transformer.logits(model, weights, hidden[tokens])
+    logits = transformer.logits(model, weights, hidden[tokens], dtype=hidden.dtype)
     scored = state.requests.token_ids[rows, positions]
     listed = state.sampling.list_of("prompt_logprob_ids")[rows]
     return token_logprobs(logits, scored, listed, raw(state.sampling.reports))

@@ -92,7 +92,7 @@ def sample(
     A draw is a function of the request's seed and the position of the new token, so rows of padding and requests
     still in prefill take no randomness from anyone.
     """
-    logits = transformer.logits(model, weights, hidden)
+    logits = transformer.logits(model, weights, hidden, dtype=hidden.dtype)
     rows = requests.idx_mapping
     history = History(state.requests.token_ids, rows, state.requests.prompt_len[rows])
     params = state.sampling.take(rows)
@@ -121,6 +121,7 @@ def sample_rows(
 ) -> tuple[StepOutput, Mapping[str, jax.Array]]:
     """`sample` from the logits on, wherever the rows' parameters and arrays come from.
 
+    logits: [B, vocab], of any floating type; all is computed in float32.
     params: in batch order. history: None only in a tier without constraints and without functions of the user's.
     """
     if grammar_bitmask is not None:

@@ -32,12 +32,15 @@ def engine() -> DeviceRunner:
 
 def expected(program: Program) -> dict[str, int]:
     """One input preparation a step; one rotation with KV write and one attention a layer, whose shares are combined
-    in a decode of few requests; one filter of a sampled draw; one commit at the end. Admission and block moves hold
-    none."""
+    in a decode of few requests; one filter and one draw of sampled tokens; one search for the best ids where
+    log-probabilities are reported, of prompts too; one commit at the end. Admission and block moves hold none."""
     if program.kind == "finish":
         assert program.tier is not None
-        filters = {"sampling_filter": 1} if Feature.FILTERS in TIER_FEATURES[program.tier] else {}
-        return {"commit_rows": 1} | filters
+        filters = {"sampling_filter": 1, "sampling_draw": 1} if Feature.FILTERS in TIER_FEATURES[program.tier] else {}
+        search = {"best_ids": 1} if Feature.LOGPROBS in TIER_FEATURES[program.tier] else {}
+        return {"commit_rows": 1} | filters | search
+    if program.kind == "prompt":
+        return {"best_ids": 1}
     if program.bucket is None:
         return {}
     layers = MODEL.num_layers
@@ -59,7 +62,7 @@ def test_every_executable_holds_its_kernels_and_no_other():
         if program.bucket is not None:
             found = implementations(text)
             assert {found[op] for op in found if op != "commit" or program.kind == "step"} == {"mosaic"}
-    assert len(kinds) == 8, "decodes with and without combination, fused and not; a ragged step; finishes; the rest"
+    assert len(kinds) == 11, "decodes with and without combination, fused and not; ragged; finishes; prompts; the rest"
 
 
 def test_every_executable_updates_the_state_in_place():

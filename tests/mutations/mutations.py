@@ -329,9 +329,16 @@ RANDOMNESS = (
     Mutation(
         "random: one draw for the whole batch, dealt out by row",
         "sampling/random.py",
-        "return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32))(keys)",
+        'return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="low"))(keys)',
         "return jax.random.gumbel(keys[0], (keys.shape[0], vocab_size), jnp.float32)",
         (RANDOM + "test_rows_do_not_depend_on_their_neighbours", SAMPLER + "test_k042_neighbours_do_not_matter"),
+    ),
+    Mutation(
+        "random: single ids have noise of their own",
+        "sampling/random.py",
+        "first, second = words[0], ids + words[1]",
+        "first, second = words[1], ids + words[0]",
+        (RANDOM + "test_noise_of_single_ids_is_that_of_the_row",),
     ),
     Mutation(
         "sample: the draw depends on the row, not on the position",
@@ -358,15 +365,15 @@ RANDOMNESS = (
     Mutation(
         "sampler: the maximum is not subtracted",
         "sampling/temperature.py",
-        "divide(logits - jnp.where(jnp.isfinite(highest), highest, 0.0), temperature)",
+        "divide(logits - offset(highest), temperature)",
         "divide(logits, temperature)",
         (SAMPLER + "test_k050_tiny_temperatures_take_the_best[1.1e-05]",),
     ),
     Mutation(
         "sampler: the temperature multiplies",
         "sampling/temperature.py",
-        "logits / jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]",
-        "logits * jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]",
+        "return 1.0 / jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)",
+        "return jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)",
         (SAMPLER + "test_draws_have_the_softmax_distribution[0.4]", ORACLE_DECODE),
     ),
 )

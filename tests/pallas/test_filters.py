@@ -9,7 +9,7 @@ import pytest
 
 from jaxrunner import SamplingParams
 from jaxrunner.errors import ImplementationError
-from jaxrunner.pallas import compat, filters_mosaic
+from jaxrunner.pallas import compat, row_chunks
 from jaxrunner.sampling.filters import best_id, chunk_maxima, scale_and_filter
 from tests.oracle import sampler as oracle
 from tests.sampling.rows import sampling_state
@@ -48,12 +48,12 @@ def logits_of(kind: str, rows: int, vocab: int, seed: int = 0) -> np.ndarray:
     if kind == "wide":
         logits *= 1e4
     if kind == "one lane":
-        logits[:, 5 :: filters_mosaic.CHUNK] += 50  # more than it keeps
+        logits[:, 5 :: row_chunks.CHUNK] += 50  # more than it keeps
     return np.float32(logits)
 
 
 def with_kernel(logits, state):
-    return scale_and_filter(logits, state, chunk_maxima(logits, implementation="mosaic"))
+    return scale_and_filter(logits, state, chunk_maxima(logits, implementation="mosaic"))[0]
 
 
 def run(implementation: str, logits: np.ndarray, asked: list[dict[str, float]]) -> np.ndarray:
@@ -61,7 +61,7 @@ def run(implementation: str, logits: np.ndarray, asked: list[dict[str, float]]) 
 
     @jax.jit
     def filtered(logits):
-        return scale_and_filter(logits, state, chunk_maxima(logits, implementation=implementation))
+        return scale_and_filter(logits, state, chunk_maxima(logits, implementation=implementation))[0]
 
     return np.asarray(filtered(jnp.asarray(logits)))
 
@@ -91,7 +91,16 @@ def test_interpreted(kind):
 def test_a_small_top_k_of_a_wide_row_interpreted(kind):
     asked = [{"top_k": 3}, {"top_k": 10, "top_p": 0.8}, {"top_k": 7, "min_p": 0.3}, {"top_k": 11}]
     with compat.interpreting():
-        check(logits_of(kind, len(asked), 12 * filters_mosaic.CHUNK + 132), asked)
+        check(logits_of(kind, len(asked), 12 * row_chunks.CHUNK + 132), asked)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("kind", ["normal", "one lane"])
+def test_what_is_gathered_late_of_a_wide_row_interpreted(kind):
+    """After two passes, where there is no small top_k; in one lane, too much to be gathered at all."""
+    asked = [{"top_p": 0.9}, {"top_p": 0.5, "min_p": 0.01}, {"top_k": 40}, {"top_k": 60, "top_p": 0.9}]
+    with compat.interpreting():
+        check(logits_of(kind, len(asked), 12 * row_chunks.CHUNK + 132), asked)
 
 
 @needs_mosaic

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.sampling.random import ACCEPT, DRAFT, RESIDUAL, TARGET, USER, gumbel, row_keys
+from jaxrunner.sampling.random import ACCEPT, DRAFT, RESIDUAL, TARGET, USER, gumbel, gumbel_of, row_keys
 from jaxrunner.state.fields import split_seed
 from tests.oracle import threefry
 
@@ -40,6 +40,14 @@ def test_bits_equal_threefry_in_numpy(stream):
     for seed, position in zip(SEEDS, POSITIONS, strict=True):
         expected = threefry.bits(threefry.row_key(seed, position, stream), 64)
         np.testing.assert_array_equal(bits(seed, position, stream), expected)
+
+
+def test_noise_of_single_ids_is_that_of_the_row():
+    """Any ids in any order and shape: equal bits."""
+    keys, ids = row_keys(words(SEEDS), jnp.array(POSITIONS, jnp.int32)), np.array([[7, 0, 299], [7, 128, 64]])
+    for row, key in enumerate(np.asarray(jax.random.key_data(keys))):
+        found = np.asarray(gumbel_of((jnp.asarray(key[0]), jnp.asarray(key[1])), jnp.asarray(ids, jnp.uint32)))
+        assert found.tobytes() == noise(SEEDS, POSITIONS)[row][ids].tobytes()
 
 
 def test_rows_do_not_depend_on_their_neighbours():

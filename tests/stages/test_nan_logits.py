@@ -27,9 +27,9 @@ PROMPTS, BUCKET = ([5, 9], [6], [7, 8, 3]), jaxrunner.Bucket("mixed", 8, 8, 8)
 LOGITS = transformer.logits
 
 
-def damaged(model, weights, hidden):
+def damaged(model, weights, hidden, **options):
     """Three NaN in the first request, one in the second's logits, and nothing but NaN in padding."""
-    logits = LOGITS(model, weights, hidden)
+    logits = LOGITS(model, weights, hidden, **options)
     place = jnp.arange(logits.shape[1])
     row = jnp.arange(logits.shape[0])[:, None]
     bad = ((row == 0) & (place < 3)) | ((row == 1) & (place == 9)) | (row >= len(PROMPTS))
