@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -164,6 +165,7 @@ def default_finish(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted({1, min(root, max_num_seqs), max_num_seqs}))
 
 
+@functools.cache
 def _is_costly(tier: Tier) -> bool:
     return bool(TIER_FEATURES[tier] & ~Feature.DRAW)
 
