@@ -7,11 +7,15 @@ Source: vLLM 0.28, `v1/core/sched/output.py` and `v1/outputs.py`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jaxrunner.sampling_params import SamplingParams
+
+NO_TOKEN = -1
+"""Stands in arrays where nothing was sampled."""
 
 
 @dataclasses.dataclass
@@ -57,11 +61,16 @@ class CachedRequestData:
     def num_reqs(self) -> int:
         return len(self.req_ids)
 
-    def with_new_blocks(self) -> list[tuple[int, tuple[list[int], ...]]]:
-        """Places of the requests whose tables grow, and by what; few in a decode step."""
-        if self.new_block_ids.count(None) == len(self.new_block_ids):
-            return []
-        return [(place, blocks) for place, blocks in enumerate(self.new_block_ids) if blocks is not None]
+    def with_new_blocks(self) -> tuple[list[int], list[tuple[list[int], ...]]]:
+        """(places of the requests whose tables grow, by what each does); few in a decode step."""
+        given, num_without = self.new_block_ids, self.new_block_ids.count(None)
+        if num_without == len(given):
+            return [], []
+        places, blocks = [*itertools.compress(range(len(given)), given)], [*filter(None, given)]
+        if len(places) + num_without != len(given):  # one is empty, and not None
+            places = [place for place, each in enumerate(given) if each is not None]
+            blocks = [each for each in given if each is not None]
+        return places, blocks
 
     @classmethod
     def make_empty(cls) -> CachedRequestData:
@@ -225,6 +234,21 @@ class ModelRunnerOutput:
     sampling_masks: SamplingMaskLists | None = None
     sampling_errors: dict[str, str] = dataclasses.field(default_factory=dict)
     prompt_token_id_logprobs_dict: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """i32[B, K], `sampled_token_ids` as an array with K >= 1 columns, NO_TOKEN behind the last one of each."""
+        width = max(map(len, self.sampled_token_ids), default=0) or 1
+        padded = [[*ids, *[NO_TOKEN] * (width - len(ids))] for ids in self.sampled_token_ids]
+        return np.array(padded, np.int32).reshape(-1, width)
+
+    def order(self, req_ids: list[str]) -> np.ndarray | None:
+        """i64[B], where each request of the output stands in `req_ids`, which names the same; None if each stands where
+        it stands there."""
+        if self.req_ids == req_ids:
+            return None
+        place = {req_id: i for i, req_id in enumerate(req_ids)}
+        return np.fromiter(map(place.__getitem__, self.req_ids), np.int64, len(self.req_ids))
 
     @classmethod
     def make_empty(cls) -> ModelRunnerOutput:

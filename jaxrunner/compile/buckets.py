@@ -45,6 +45,12 @@ def lowest_tier(features: int) -> Tier:
     return next(tier for tier, offered in TIER_FEATURES.items() if not features & ~offered)
 
 
+@functools.cache
+def forbids_ids(tier: Tier) -> bool:
+    """Whether a request's own parameters can forbid it ids in this tier."""
+    return Feature.CONSTRAINTS in TIER_FEATURES[tier]
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
     """kind: `"decode"` (every request has exactly query_len tokens) or `"mixed"` (ragged).

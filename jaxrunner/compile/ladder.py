@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -27,8 +28,11 @@ OTHER_PROGRAMS = 5
 """Three to admit, one for moves, one for log-probabilities of prompts."""
 ALL_RUNGS_REQS, ALL_COSTLY_RUNGS_REQS = 64, 16
 """Most requests for which tiers have a second half for a single one of them: those of a plain draw, and the others."""
-FUSED_REQS = 256
+FUSED_REQS = 1024
 """Largest decode that has a fused step: beyond it one launch more is nothing beside the step itself."""
+ALL_DECODES_REQS = 256
+"""Most requests for which two have a decode of their own; of more, two run in that of four, and the largest decode has
+a fused step for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +73,14 @@ class Ladder:
     ) -> Ladder:
         """Powers of two for decodes; halves of the maximum for ragged steps, down to 16 or to a 128th of it, as many
         as MAX_EXECUTABLES allows; and three second halves: for one request, for the root of the maximum and for all. Of
-        many requests the first is left out, so that the list stays short; where the tier costs more, of fewer.
+        many requests the first is left out, so that the list stays short; where the tier costs more, of fewer. So is
+        the decode of two.
         """
         del model  # every model of this package takes the same rungs
         tokens = max(max_num_batched_tokens, max_num_seqs)
         decode = geometric(1, max_num_seqs, 2)
+        if max_num_seqs > ALL_DECODES_REQS:
+            decode = (1, *decode[2:])
         rungs = default_finish(max_num_seqs)
         finish = rungs if max_num_seqs <= ALL_RUNGS_REQS else rungs[1:]
         costly = rungs if max_num_seqs <= ALL_COSTLY_RUNGS_REQS else rungs[1:]
@@ -164,6 +171,7 @@ def default_finish(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted({1, min(root, max_num_seqs), max_num_seqs}))
 
 
+@functools.cache
 def _is_costly(tier: Tier) -> bool:
     return bool(TIER_FEATURES[tier] & ~Feature.DRAW)
 

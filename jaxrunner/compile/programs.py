@@ -55,6 +55,18 @@ class Program:
         return f"{self.kind}[{self.size}]" + (f"/{self.tier}" if self.kind == "finish" else "")
 
 
+@functools.cache
+def _first(bucket: Bucket, fused: bool) -> Program:
+    if bucket.kind == "decode" and bucket.tier == "greedy" and fused:
+        return Program("step", bucket)
+    return Program("begin", bucket.replace(tier="greedy"))
+
+
+@functools.cache
+def _finish(size: int, tier: Tier) -> Program:
+    return Program("finish", size=size, tier=tier)
+
+
 FIRST_TOKEN_PROGRAMS = 4
 """So many of `ProgramSet.by_urgency`, the first ones, serve any greedy request: prefill, admission, draw, decode."""
 COPY = Program("copy", size=ENTRIES_PER_CALL)
@@ -82,6 +94,7 @@ class Programs(abc.ABC):
         self.ladder = ladder
         self.implementation = implementation
         self.custom = custom
+        self.has_custom = custom != NO_CUSTOM
         self._weights, self._state = _shapes(weights), _shapes(state)
         self._admit_sizes = admit_sizes
 
@@ -135,12 +148,10 @@ class Programs(abc.ABC):
         so nothing is fused. With `jax_debug_nans` on neither, so that the hidden states are a result, which JAX looks
         at."""
         fused = bucket.num_reqs <= FUSED_REQS and not has_grammar and not jax.config.jax_debug_nans
-        if bucket.kind == "decode" and bucket.tier == "greedy" and fused:
-            return Program("step", bucket)
-        return Program("begin", bucket.replace(tier="greedy"))
+        return _first(bucket, fused)
 
     def finish(self, num_reqs: int, tier: Tier) -> Program:
-        return Program("finish", size=self.ladder.finish_rung(num_reqs, tier), tier=tier)
+        return _finish(self.ladder.finish_rung(num_reqs, tier), tier)
 
     @property
     def prompt_logprobs(self) -> Program:

@@ -13,7 +13,7 @@ import itertools
 
 import numpy as np
 
-from jaxrunner.contract import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from jaxrunner.contract import NO_TOKEN, CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxrunner.engine.block_pool import BlockPool
 from jaxrunner.engine.columns import Columns
 from jaxrunner.engine.prefix_hash import HashChain, namespace
@@ -314,14 +314,10 @@ class Scheduler:
         """Take a step's tokens; returns the requests that ended with it. Rows whose request is gone are dropped."""
         columns = self.columns
         slots, epochs = frame.slots, frame.epochs
-        if output.req_ids != frame.req_ids:
-            place = {req_id: i for i, req_id in enumerate(frame.req_ids)}
-            index = np.fromiter(map(place.__getitem__, output.req_ids), np.int64, len(output.req_ids))
+        if (index := output.order(frame.req_ids)) is not None:
             slots, epochs = slots[index], epochs[index]
-        lengths = np.fromiter(map(len, output.sampled_token_ids), np.int64, len(slots))
-        tokens = np.zeros(len(slots), np.int32)
-        tokens[lengths > 0] = list(itertools.chain.from_iterable(output.sampled_token_ids))
-        live = (lengths > 0) & (columns.epoch[slots] == epochs)
+        (tokens,) = output.sampled.T
+        live = (tokens != NO_TOKEN) & (columns.epoch[slots] == epochs)
         slots, tokens = slots[live], tokens[live]
         columns.tokens[slots, columns.known[slots]] = tokens
         columns.known[slots] += 1

@@ -6,9 +6,10 @@ from collections import deque
 
 import numpy as np
 
+from jaxrunner.contract import NO_TOKEN
 from jaxrunner.host_runner.dense_batch import DenseBatch
 from jaxrunner.host_runner.row_fields import NONE
-from jaxrunner.stages.sample import NO_TOKEN, StepOutput
+from jaxrunner.stages.sample import StepOutput
 
 
 class Flights:
@@ -19,7 +20,7 @@ class Flights:
     def __init__(self, batch: DenseBatch):
         self.column = 0
         self._batch = batch
-        self._outputs: deque[tuple[int, StepOutput]] = deque()
+        self._outputs: deque[tuple[int, StepOutput, bool]] = deque()
 
     def take_off(self, num_reqs: int) -> np.ndarray:
         """Count a step that was launched: its tokens, and one more known token for each row that samples. Returns which
@@ -36,9 +37,9 @@ class Flights:
         rows.flight_end[:num_reqs, column] = np.where(samples, ends, NONE)
         return samples
 
-    def add(self, output: StepOutput) -> None:
-        """The result of the step that took off last."""
-        self._outputs.append((self.column, output))
+    def add(self, output: StepOutput, *, may_forbid: bool = True) -> None:
+        """The result of the step that took off last. may_forbid: see `StepOutput.failures`."""
+        self._outputs.append((self.column, output, may_forbid))
 
     def land(self, most_left: int) -> None:
         """Enter the tokens of the oldest steps into the rows of their requests, wherever those are by now.
@@ -47,14 +48,14 @@ class Flights:
         """
         rows = self._batch.rows
         while len(self._outputs) > most_left:
-            column, output = self._outputs.popleft()
+            column, output, may_forbid = self._outputs.popleft()
             flown = np.flatnonzero(rows.flight_row[: self._batch.num_reqs, column] != NONE)
             places, ends = rows.flight_row[flown, column], rows.flight_end[flown, column]
             tokens = np.asarray(output.sampled_token_ids)[places, 0]
             stored = (tokens != NO_TOKEN) & (ends != NONE) & (ends < rows.token_ids.shape[1])
             rows.token_ids[flown[stored], ends[stored]] = tokens[stored]
-            if output.failed is not None:
-                self._undo(flown[np.asarray(output.failed)[places]])
+            if (failed := output.failures(may_forbid=may_forbid)) is not None:
+                self._undo(flown[np.asarray(failed)[places]])
             rows.flight_row[flown, column] = rows.flight_end[flown, column] = NONE
 
     def _undo(self, failed: np.ndarray) -> None:

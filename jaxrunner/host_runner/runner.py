@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.profiler import TraceAnnotation
 
-from jaxrunner.compile.buckets import TIER_FEATURES, Feature, Tier
+from jaxrunner.compile.buckets import Tier, forbids_ids
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.executable_cache import open_cache
 from jaxrunner.compile.ladder import Ladder
@@ -42,9 +42,8 @@ from jaxrunner.runner.kept_arrays import KeptArrays
 from jaxrunner.runner.logprob_columns import asked_counts
 from jaxrunner.runner.output import Asked, AsyncOutput
 from jaxrunner.runner.plan_checks import PlanChecks, block_moves
-from jaxrunner.runner.plan_columns import PlanColumns
+from jaxrunner.runner.plan_columns import CheckedPlan
 from jaxrunner.runner.prompt_reports import AskedTokens, PromptReport, PromptReports, asked_tokens, num_asked
-from jaxrunner.sampling.custom import NO_CUSTOM
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.stages.sample import StepOutput
 from jaxrunner.state.block_moves import MOVES_PER_CALL
@@ -150,15 +149,15 @@ class HostRunner:
         if self._planned is not None:
             raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
         with self.annotate("preprocess"):
-            columns = self._check(scheduler_output)
-            self.update_states(scheduler_output, columns)
+            plan = self._check(scheduler_output)
+            self.update_states(scheduler_output, plan)
             self._move_blocks(scheduler_output)
             if not scheduler_output.total_num_scheduled_tokens:
                 return ModelRunnerOutput.with_kv_conn_output_only(None)
             # The step before may still run, the one before that may not: there are two columns for steps in flight.
             self._flights.land(most_left=1)
             with self.annotate("inputs"):
-                metadata = self._refresh(self._order(scheduler_output))
+                metadata = self._refresh(self._order(scheduler_output, plan))
                 self._arrange()
                 prompt = self._prompt_tokens(metadata.num_reqs)
                 buffer, entry = self._prepare(metadata, keeps_tokens=prompt is not None and len(prompt.tokens) > 0)
@@ -193,8 +192,17 @@ class HostRunner:
         """Raises InvariantError if the rows break an invariant; see `jaxrunner.host_runner.audit`."""
         audit_rows(self.batch, self.sizes, self.config, shared_blocks=shared_blocks)
 
-    def update_states(self, so: SchedulerOutput, columns: PlanColumns) -> None:
+    def update_states(self, so: SchedulerOutput, plan: CheckedPlan) -> None:
         """Rows of finished and preempted requests go, new ones come, holes are filled, block tables grow."""
+        if not plan.is_quiet:
+            self._change_rows(so)
+        if (growth := plan.growth) is not None:
+            req_ids = so.scheduled_cached_reqs.req_ids
+            places = [self.batch.row_of[req_ids[place]] for place in growth.places.tolist()]
+            self._append_blocks(np.array(places), growth.blocks)
+        self._tell()
+
+    def _change_rows(self, so: SchedulerOutput) -> None:
         for req_id in sorted(so.finished_req_ids | (so.preempted_req_ids or set())):
             self._prompts.drop(req_id)
             self.batch.remove(req_id)
@@ -203,11 +211,6 @@ class HostRunner:
             self._admit(request)
         self._kept.forget(so.finished_req_ids | {r.req_id for r in so.scheduled_new_reqs})
         self.batch.condense()
-        if (growth := columns.growth) is not None:
-            req_ids = so.scheduled_cached_reqs.req_ids
-            places = [self.batch.row_of[req_ids[place]] for place in growth.places.tolist()]
-            self._append_blocks(np.array(places), growth.blocks)
-        self._tell()
 
     def prepare_inputs(
         self, metadata: SamplingMetadata, *, keeps_tokens: bool = False
@@ -261,8 +264,10 @@ class HostRunner:
         asked = planned.metadata.asked
         if planned.prompt is not None:
             asked = self._score_prompts(planned, planned.prompt)
-        self._flights.add(output)
-        return AsyncOutput(planned.metadata.ids, output, asked, annotate=self.annotate)
+        may_forbid = has_grammar or self.table.programs.has_custom or forbids_ids(planned.tier)
+        self._flights.add(output, may_forbid=may_forbid)
+        options: dict[str, Any] = {"may_forbid": may_forbid, "starts_copy": self.config.async_scheduling}
+        return AsyncOutput(planned.metadata.ids, output, asked, annotate=self.annotate, **options)
 
     def _look_up(self, program: Program, *, real_tokens: int = 0) -> Entry:
         with self.annotate("lookup"):
@@ -280,9 +285,6 @@ class HostRunner:
         with self.annotate("sample"):
             arguments = (planned.half.last_tokens, bitmask, lists, tokens)
             self.carry, output = self.table.call(entry, self.weights, self.carry, *arguments)
-        has_custom = programs.custom != NO_CUSTOM
-        if not (grammar_output is not None or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[planned.tier]):
-            output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
         return output
 
     def _prompt_tokens(self, num_reqs: int) -> AskedTokens | None:
@@ -306,12 +308,13 @@ class HostRunner:
         piece, prompts = self._prompts.enter(planned.req_ids, tokens, found)
         return planned.metadata.asked._replace(piece=piece, prompts=prompts)
 
-    def _check(self, so: SchedulerOutput) -> PlanColumns:
-        columns = self._checks.check(so, self.batch, self.batch.rows)
+    def _check(self, so: SchedulerOutput) -> CheckedPlan:
+        plan = self._checks.check(so, self.batch, self.batch.rows)
+        self._checks.check_limits(plan, so.scheduled_cached_reqs.req_ids, self.batch.rows)
         self._keep_arrays(so)
         for request in so.scheduled_new_reqs:
             self._kept.values(request)
-        return columns
+        return plan
 
     def _keep_arrays(self, so: SchedulerOutput) -> None:
         """Copy out of their rows what preempted requests cannot have again."""
@@ -378,12 +381,13 @@ class HostRunner:
         rows.block_table[np.repeat(places, blocks.sizes.sum(axis=1)), column] = blocks.ids
         rows.num_blocks[places] = held + blocks.sizes
 
-    def _order(self, so: SchedulerOutput) -> int:
+    def _order(self, so: SchedulerOutput, plan: CheckedPlan) -> int:
         """Put the scheduled requests in front, decodes first. Returns how many they are."""
-        rows, counts = self.batch.rows, so.num_scheduled_tokens
+        rows, counts, places = self.batch.rows, so.num_scheduled_tokens, plan.columns.rows
         rows.scheduled[: self.batch.num_reqs] = 0
-        places = np.fromiter(map(self.batch.row_of.__getitem__, counts), np.int64, len(counts))
-        rows.scheduled[places] = np.fromiter(counts.values(), np.int32, len(counts))
+        if not plan.is_quiet:  # rows may have moved since it was checked
+            places = np.fromiter(map(self.batch.row_of.__getitem__, counts), np.int64, len(counts))
+        rows.scheduled[places] = plan.columns.num_tokens
         self.batch.reorder(self.ladder.query_len)
         self._tell()
         return len(counts)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+SEQUENCES = {tuple, list}
+
 
 class BlockLists(NamedTuple):
     """Of n requests, a list for each of G KV-cache groups. sizes: i32[n, G], blocks in each list. ids: i32[N], of
@@ -28,21 +30,21 @@ class BlockLists(NamedTuple):
         """`of` these, if `check_block_lists` accepts the lists of every request and all blocks are in 1..num_blocks-1.
         One look at all of them; None also where each of them has to be looked at.
         """
-        if not set(map(type, block_ids)) <= {tuple, list} or not set(map(len, block_ids)) <= {num_groups}:
+        if not {*map(type, block_ids)} <= SEQUENCES or not {*map(len, block_ids)} <= {num_groups}:
             return None
-        lists = list(chain.from_iterable(block_ids))
-        if not set(map(type, lists)) <= {list, tuple}:
+        lists = [*chain.from_iterable(block_ids)]
+        if not {*map(type, lists)} <= SEQUENCES:
             return None
-        ids = list(chain.from_iterable(lists))
-        if not set(map(type, ids)) <= {int} or not 0 < min(ids, default=1) <= max(ids, default=1) < num_blocks:
+        ids = [*chain.from_iterable(lists)]
+        if not {*map(type, ids)} <= {int} or not 0 < min(ids, default=1) <= max(ids, default=1) < num_blocks:
             return None
-        if not all(len(each) < 2 or len(set(each)) == len(each) for each in lists):
+        if len({*ids}) != len(ids) and not all(len(set(each)) == len(each) for each in lists):
             return None
         return cls._of_lists(lists, ids, num_groups)
 
     def in_kernel_blocks(self, per_block: np.ndarray) -> BlockLists:
         """Allocator block b of a group as the kernels see it: blocks b*n, ..., b*n + n-1. per_block: i32[G], each n."""
-        if (per_block == 1).all():
+        if max(per_block.tolist()) == 1:
             return self
         n = np.repeat(np.tile(per_block, len(self.sizes)), self.sizes.ravel())
         ids = np.repeat(self.ids * n - (n.cumsum() - n), n) + np.arange(n.sum())

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.profiler import TraceAnnotation
 
-from jaxrunner.compile.buckets import TIER_FEATURES, Feature
+from jaxrunner.compile.buckets import Bucket, Tier, forbids_ids
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.executable_cache import open_cache
 from jaxrunner.compile.ladder import Ladder
@@ -30,10 +30,9 @@ from jaxrunner.runner.host_rows import HostRows, RowFacts
 from jaxrunner.runner.kept_arrays import KeptArrays
 from jaxrunner.runner.output import Asked, AsyncOutput, BatchIds
 from jaxrunner.runner.plan_checks import PlanChecks, block_moves
-from jaxrunner.runner.plan_columns import PlanColumns
+from jaxrunner.runner.plan_columns import CheckedPlan, PlanColumns
 from jaxrunner.runner.prompt_reports import AskedTokens, PromptReport, PromptReports, asked_tokens, num_asked
 from jaxrunner.runner.rows import RowMap
-from jaxrunner.sampling.custom import NO_CUSTOM
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.stages.inputs import StepInput, block_write_capacity
 from jaxrunner.stages.prompt_logprobs import prompt_layout
@@ -51,11 +50,15 @@ from jaxrunner.timing.ranges import Annotate
 
 
 class Batch(NamedTuple):
-    """What a plan comes to, in batch order."""
+    """What the columns of a plan come to, in batch order. inputs: without the blocks that join a step, and the bucket
+    for them. columns: the plan's. most_writes: block writes that go up with the step."""
 
     ids: BatchIds
     inputs: StepInput
     facts: RowFacts
+    bucket: Bucket
+    columns: PlanColumns
+    most_writes: int
 
 
 class Parked(NamedTuple):
@@ -97,7 +100,7 @@ class DeviceRunner:
         self.rows = RowMap(config.max_num_seqs)
         widths = [table.shape[1] for table in self.state.tables.block_table]
         self._prompts = PromptReports()
-        self._host = HostRows(config.max_num_seqs + 1, self.groups)
+        self._host = HostRows(config.max_num_seqs + 1, self.groups, config.max_model_len)
         self._last: Batch | None = None
         declared = self.state.sampling.custom
         self._checks = PlanChecks(model, config, self.groups, widths, self.ladder.max_num_tokens, declared)
@@ -127,15 +130,14 @@ class DeviceRunner:
         if self._parked is not None:
             raise RuntimeError("execute_model was called twice; call sample_tokens first to complete the last step")
         with self.annotate("preprocess"):
-            columns = self.check(scheduler_output)
-            writes = self.update_states(scheduler_output, columns)
-            self._move_blocks(scheduler_output)
+            plan = self.check(scheduler_output)
+            writes = self.update_states(scheduler_output, plan)
             if not scheduler_output.total_num_scheduled_tokens:
                 self._apply_admissions([AdmitEntry(row=0, block_writes=writes)] if len(writes) else [])
                 return ModelRunnerOutput.with_kv_conn_output_only(None)
             with self.annotate("inputs"):
-                batch = self.build_inputs(columns, writes)
-                entry, upload = self._pack(batch)
+                batch = self.build_inputs(plan.columns)
+                entry, upload = self._pack(batch, writes)
         self._parked = self._launch(entry, upload, batch)
         if self.config.check_invariants:
             audit(self.state)
@@ -158,18 +160,27 @@ class DeviceRunner:
         """Make the executables of the whole ladder, now or in the background; see `BucketTable.warm_up`."""
         self.table.warm_up(**options)
 
-    def check(self, so: SchedulerOutput) -> PlanColumns:
-        """The plan's requests as columns. A plan that cannot be run raises, see `execute_model`."""
-        columns = self._checks.check(so, self.rows, self._host)
-        self._keep_arrays(so)
-        for request in so.scheduled_new_reqs:
-            self._kept.values(request)
-        return columns
+    def check(self, so: SchedulerOutput) -> CheckedPlan:
+        """The plan and its requests as columns. A plan that cannot be run raises, see `execute_model`."""
+        plan = self._checks.check(so, self.rows, self._host)
+        if not self._host.may_go_on(plan):
+            self._checks.check_limits(plan, so.scheduled_cached_reqs.req_ids, self._host)
+        if not plan.is_quiet:
+            self._keep_arrays(so)
+            for request in so.scheduled_new_reqs:
+                self._kept.values(request)
+        return plan
 
-    def update_states(self, so: SchedulerOutput, columns: PlanColumns) -> np.ndarray:
-        """Stage 0, on the host: free rows of finished and preempted requests, give rows to new ones, and return the
-        block-table writes of known ones, i32[N, 4]. Rows that changed go up through the admit executable.
+    def update_states(self, so: SchedulerOutput, plan: CheckedPlan) -> np.ndarray:
+        """Stage 0, on the host: free rows of finished and preempted requests, give rows to new ones, move blocks, and
+        return the block-table writes of known ones, i32[N, 4]. Rows that changed go up through the admit executable.
         """
+        if not plan.is_quiet:
+            self._change_rows(so)
+            self._move_blocks(so)
+        return no_block_writes() if plan.growth is None else self._host.grow(plan.growth)
+
+    def _change_rows(self, so: SchedulerOutput) -> None:
         released = set()
         for req_id in sorted(so.finished_req_ids | (so.preempted_req_ids or set())):
             self._prompts.drop(req_id)
@@ -187,16 +198,13 @@ class DeviceRunner:
             self._host.clear(row)
         self._kept.forget(so.finished_req_ids | {r.req_id for r in so.scheduled_new_reqs})
         self._apply_admissions([release_entry(row) for row in sorted(released)] + entries)
-        if (growth := columns.growth) is None:
-            return no_block_writes()
-        return self._host.append_blocks(columns.rows[growth.places], growth.blocks)
 
-    def build_inputs(self, columns: PlanColumns, block_writes: np.ndarray) -> Batch:
-        """The step's input. Of a plan with the columns of the one before it is that one's, but for its blocks."""
-        counts, last = columns.num_tokens, self._last
-        if last is not None and columns.rows is last.inputs.idx_mapping and counts is last.inputs.num_scheduled_tokens:
-            return Batch(last.ids, last.inputs.with_block_writes(block_writes), last.facts)
-        req_ids = columns.req_ids
+    def build_inputs(self, columns: PlanColumns) -> Batch:
+        """The step's input, without the blocks that join it. Of a plan with the columns of the one before it is that
+        one's."""
+        if (last := self._last) is not None and columns is last.columns:
+            return last
+        req_ids, counts = columns.req_ids, columns.num_tokens
         if columns.is_plain:
             new = self.rows.take(req_ids[len(columns.rows) :])
             rows = np.concatenate([columns.rows, new]) if len(new) else columns.rows
@@ -210,11 +218,12 @@ class DeviceRunner:
             num_scheduled_tokens=counts,
             num_draft_tokens=np.zeros(len(rows), np.int32),
             groups=self.groups,
-            block_writes=block_writes,
             tier=facts.tier,
             keeps_tokens=(asked := self._prompt_tokens(rows, counts)) is not None and len(asked.tokens) > 0,
         )
-        batch = Batch(BatchIds(req_ids), inputs, facts)
+        bucket = self.ladder.pick(inputs)
+        most = block_write_capacity(bucket, self.groups)
+        batch = Batch(BatchIds(req_ids), inputs, facts, bucket, columns, most)
         self._last = None if len(self._prompts) else batch
         return batch
 
@@ -222,18 +231,15 @@ class DeviceRunner:
         """Raises InvariantError if the state breaks an invariant; see `jaxrunner.state.audit`."""
         audit(self.state, shared_blocks=shared_blocks)
 
-    def _pack(self, batch: Batch) -> tuple[Entry, np.ndarray]:
+    def _pack(self, batch: Batch, writes: np.ndarray) -> tuple[Entry, np.ndarray]:
         """(the executable that will run, its upload). Block writes that do not fit into it go up before it."""
-        programs, inputs = self.table.programs, batch.inputs
-        bucket = self.ladder.pick(inputs)
-        if len(inputs.block_writes) > block_write_capacity(bucket, self.groups):
-            self._apply_admissions([AdmitEntry(row=0, block_writes=inputs.block_writes)])
-            inputs = inputs.with_block_writes(no_block_writes())
-        entry = self._look_up(
-            programs.first(bucket, has_grammar=batch.facts.has_grammar), real_tokens=inputs.num_tokens
-        )
+        if len(writes) > batch.most_writes:
+            self._apply_admissions([AdmitEntry(row=0, block_writes=writes)])
+            writes = no_block_writes()
+        program = self.table.programs.first(batch.bucket, has_grammar=batch.facts.has_grammar)
+        entry = self._look_up(program, real_tokens=batch.columns.total)
         assert entry.program.bucket is not None
-        return entry, inputs.pack(entry.program.bucket)
+        return entry, batch.inputs.pack_with(writes, entry.program.bucket)
 
     def _look_up(self, program: Program, *, real_tokens: int = 0) -> Entry:
         with self.annotate("lookup"):
@@ -244,7 +250,7 @@ class DeviceRunner:
             self.state, result = self.table.call(entry, self.weights, self.state, upload)
         with self.annotate("bookkeeping"):
             rows, counts = batch.inputs.idx_mapping, batch.inputs.num_scheduled_tokens
-            prompt = self._prompt_tokens(rows, counts)
+            prompt = None if batch is self._last else self._prompt_tokens(rows, counts)
             samples = self._host.advance(rows, counts)
             pending, output = (None, result) if entry.program.kind == "step" else (result, None)
         return Parked(batch.ids, batch.facts, output, pending, prompt, samples)
@@ -264,11 +270,14 @@ class DeviceRunner:
             with self.annotate("sample"):
                 pending = parked.pending.last_tokens
                 self.state, output = self.table.call(entry, self.weights, self.state, pending, bitmask)
-            has_custom = self.table.programs.custom != NO_CUSTOM
-            if not (facts.has_grammar or has_custom or Feature.CONSTRAINTS in TIER_FEATURES[facts.tier]):
-                output = output.replace(no_id_left=None)  # nothing can forbid an id; spares its download
         asked = facts.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
-        return AsyncOutput(parked.ids, output, asked, annotate=self.annotate)
+        may_forbid, is_async = facts.has_grammar or self._may_forbid(facts.tier), self.config.async_scheduling
+        return AsyncOutput(
+            parked.ids, output, asked, may_forbid=may_forbid, starts_copy=is_async, annotate=self.annotate
+        )
+
+    def _may_forbid(self, tier: Tier) -> bool:
+        return self.table.programs.has_custom or forbids_ids(tier)
 
     def _prompt_tokens(self, rows: np.ndarray, counts: np.ndarray) -> AskedTokens | None:
         if not len(self._prompts):

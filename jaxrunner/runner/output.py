@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.profiler import TraceAnnotation
 
-from jaxrunner.contract import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
+from jaxrunner.contract import NO_TOKEN, LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from jaxrunner.runner.logprob_columns import NO_LOGPROBS, columns, start_copy
 from jaxrunner.runner.prompt_reports import Piece, PromptReport
 from jaxrunner.sampling.packed_bits import WORD
-from jaxrunner.stages.sample import NO_TOKEN, StepOutput
+from jaxrunner.stages.sample import StepOutput
 from jaxrunner.timing.ranges import Annotate
 
 NO_ID_LEFT = (
@@ -57,8 +57,48 @@ class Asked(NamedTuple):
         return cls(np.full(num_reqs, NO_LOGPROBS), np.zeros(num_reqs, np.int32), np.zeros(num_reqs, bool))
 
 
+_NOT_MADE: dict[str, Any] = dict.fromkeys(("req_ids", "req_id_to_index", "sampled_token_ids"))
+
+
+class SampledOutput(ModelRunnerOutput):
+    """An output of the requests `ids` whose tokens are an array, i32[B, K]. The fields that hold something for each
+    request are made of these when they are read first, and are the reader's to change."""
+
+    def __init__(self, ids: BatchIds | None = None, sampled: np.ndarray | None = None, **fields: Any):
+        if ids is None or sampled is None:  # a changed copy, see `dataclasses.replace`: it has all fields
+            super().__init__(**fields)
+        else:
+            super().__init__(**_NOT_MADE, **fields)
+            del self.req_ids, self.req_id_to_index, self.sampled_token_ids
+            self._ids, self._sampled = ids, sampled
+
+    @functools.cached_property
+    def req_ids(self) -> list[str]:  # type: ignore[override]
+        return self._ids.req_ids.copy()
+
+    @functools.cached_property
+    def req_id_to_index(self) -> dict[str, int]:  # type: ignore[override]
+        return self._ids.index.copy()
+
+    @functools.cached_property
+    def sampled_token_ids(self) -> list[list[int]]:  # type: ignore[override]
+        tokens = self._sampled.tolist()
+        for place in (self._sampled == NO_TOKEN).any(axis=1).nonzero()[0].tolist():
+            tokens[place] = [t for t in tokens[place] if t != NO_TOKEN]
+        return tokens
+
+    @property
+    def sampled(self) -> np.ndarray:
+        return super().sampled if "sampled_token_ids" in self.__dict__ else self._sampled
+
+    def order(self, req_ids: list[str]) -> np.ndarray | None:
+        return None if "req_ids" not in self.__dict__ and self._ids.req_ids == req_ids else super().order(req_ids)
+
+
 class AsyncOutput:
-    """ids: of the step's requests. output: its device arrays, kept alive until they were copied."""
+    """ids: of the step's requests. output: its device arrays, kept alive until they were copied. may_forbid: see
+    `StepOutput.failures`. starts_copy: of the tokens; without it they are copied by `get_output`, which costs less
+    where that is called at once."""
 
     def __init__(
         self,
@@ -66,16 +106,21 @@ class AsyncOutput:
         output: StepOutput,
         asked: Asked | None = None,
         *,
+        may_forbid: bool = True,
+        starts_copy: bool = True,
         annotate: Annotate = TraceAnnotation,
     ):
         self._annotate = annotate
         self._ids = ids
         self._asked = asked = asked or Asked.nothing(len(ids))
         self._device = output.sampled_token_ids
-        self._device_mask = output.sampling_mask if asked.wants_mask.any() else None
-        self._device_nans, self._device_failed = output.num_nans, output.failed
-        for array in jax.tree.leaves((self._device, self._device_mask, self._device_nans, self._device_failed)):
-            array.copy_to_host_async()
+        has_mask = output.sampling_mask is not None and asked.wants_mask.any()
+        self._device_mask = output.sampling_mask if has_mask else None
+        self._device_nans, self._device_failed = output.num_nans, output.failures(may_forbid=may_forbid)
+        tokens = self._device if starts_copy else None
+        for array in (tokens, self._device_mask, self._device_nans, self._device_failed):
+            if array is not None:
+                array.copy_to_host_async()
         self._device_logprobs = None
         if output.logprobs is not None and (most := int(asked.num_logprobs.max(initial=NO_LOGPROBS))) > NO_LOGPROBS:
             self._device_logprobs = start_copy(output.logprobs, most, int(asked.num_listed.max()))
@@ -91,15 +136,11 @@ class AsyncOutput:
         return self._result
 
     def _output(self, sampled: np.ndarray) -> ModelRunnerOutput:
-        tokens, has_token = sampled.tolist(), sampled[:, 0] != NO_TOKEN
-        for place in np.flatnonzero((sampled == NO_TOKEN).any(axis=1)).tolist():
-            tokens[place] = [t for t in tokens[place] if t != NO_TOKEN]
-        result = ModelRunnerOutput(
-            req_ids=self._ids.req_ids.copy(),  # the caller's to change
-            req_id_to_index=self._ids.index.copy(),
-            sampled_token_ids=tokens,
-            logprobs=self._logprobs(has_token),
-            sampling_masks=self._sampling_masks(has_token),
+        result = SampledOutput(
+            self._ids,
+            sampled,
+            logprobs=None if self._device_logprobs is None else self._logprobs(sampled[:, 0] != NO_TOKEN),
+            sampling_masks=None if self._device_mask is None else self._sampling_masks(sampled[:, 0] != NO_TOKEN),
             sampling_errors=self._sampling_errors(),
             num_nans_in_logits=self._num_nans(),
         )
@@ -125,9 +166,7 @@ class AsyncOutput:
         causes = {i: NAN_LOGITS.format(num_nans[i]) if num_nans[i] else NO_ID_LEFT for i in np.flatnonzero(failed)}
         return {req_ids[i]: f"request {req_ids[i]!r}: {cause}" for i, cause in causes.items()}
 
-    def _sampling_masks(self, has_token: np.ndarray) -> SamplingMaskLists | None:
-        if self._device_mask is None:
-            return None
+    def _sampling_masks(self, has_token: np.ndarray) -> SamplingMaskLists:
         words = np.asarray(self._device_mask)[: len(has_token)]
         # Most words are 0 where a filter is on; only the others are taken apart.
         row, place = np.nonzero(np.where((self._asked.wants_mask & has_token)[:, None], words, 0))
@@ -137,10 +176,8 @@ class AsyncOutput:
         ends = np.bincount(row[entry], minlength=len(has_token)).cumsum()
         return SamplingMaskLists(token_ids.astype(np.int32), np.concatenate([[0], ends]).astype(np.int32))
 
-    def _logprobs(self, has_token: np.ndarray) -> LogprobsLists | None:
+    def _logprobs(self, has_token: np.ndarray) -> LogprobsLists:
         """The columns that each request asked for. has_token: bool[B], a token was sampled."""
-        if self._device_logprobs is None:
-            return None
         found = jax.tree.map(np.asarray, self._device_logprobs)
         return columns(found, self._asked.num_logprobs, self._asked.num_listed, has_token)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import cached_property, reduce
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from jaxrunner.contract import SchedulerOutput
+from jaxrunner.contract import CachedRequestData, SchedulerOutput
 from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.models.model import Model
 from jaxrunner.runner.admission import check_block_lists, check_new_request, check_scheduler_output
 from jaxrunner.runner.block_lists import BlockLists
 from jaxrunner.runner.config import RunnerConfig
-from jaxrunner.runner.plan_columns import Growth, PlainPlans, PlanColumns, RequestRows
+from jaxrunner.runner.plan_columns import CheckedPlan, Growth, PlainPlans, PlanColumns, RequestRows
 from jaxrunner.sampling_params import SamplingParams
 from jaxrunner.state.block_moves import pack_moves
 from jaxrunner.state.block_tables import KVGroup, expand_block_ids
@@ -28,9 +28,12 @@ class RowCounts(Protocol):
     """What a runner knows of its rows. computed: i32[R], tokens that were scheduled. known: i32[R], tokens that there
     are or will be when the steps so far are done. num_blocks: i32[R, G], kernel blocks of each KV-cache group."""
 
-    computed: np.ndarray
-    known: np.ndarray
-    num_blocks: np.ndarray
+    @property
+    def computed(self) -> np.ndarray: ...
+    @property
+    def known(self) -> np.ndarray: ...
+    @property
+    def num_blocks(self) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +49,45 @@ class PlanChecks:
     custom: ArraySets = ()
     _plain: PlainPlans = dataclasses.field(default_factory=PlainPlans, init=False)
 
-    def check(self, so: SchedulerOutput, requests: RequestRows, counts: RowCounts) -> PlanColumns:
-        """The plan's columns. Raises AdmissionError, NotBuiltError or CapacityError, naming the request, for a plan
-        that cannot be run.
+    def check(self, so: SchedulerOutput, requests: RequestRows, counts: RowCounts) -> CheckedPlan:
+        """The plan, all of it looked at but for the limits of its known requests (`check_limits`). Raises
+        AdmissionError, NotBuiltError or CapacityError, naming the request, for a plan that cannot be run.
 
         requests: that the runner holds. A steady step runs no Python per request here.
         """
+        if (columns := self._plain.again(so, requests)) is not None:
+            return CheckedPlan(columns, self._growth(so.scheduled_cached_reqs, columns, counts), True)
+        columns = self._check_all(so, requests)
+        plan = CheckedPlan(columns, self._growth(so.scheduled_cached_reqs, columns, counts), False)
+        self._plain.remember(so, columns, requests)
+        return plan
+
+    def check_limits(self, plan: CheckedPlan, req_ids: list[str], of: RowCounts) -> None:
+        """Raises AdmissionError if a known request is scheduled past its tokens, its blocks or max_model_len.
+
+        req_ids: of the rows of the plan's columns. A steady step runs no Python per request here.
+        """
+        rows, counts = plan.columns.rows, plan.columns.counts
+        ends, known, held = of.computed[rows] + counts, of.known[rows], of.num_blocks[rows]
+        if (growth := plan.growth) is not None:
+            held[growth.places] = growth.held
+        room = [num_blocks * group.block_size for num_blocks, group in zip(held.T, self.groups, strict=True)]
+        if not (ends > reduce(np.minimum, room, np.minimum(known, self.config.max_model_len))).any():
+            return
+        limits = {
+            "that are known": known,
+            "that its blocks hold": reduce(np.minimum, room),
+            "of max_model_len": np.full_like(known, self.config.max_model_len),
+        }
+        for what, limit in limits.items():
+            if (over := (counts > 0) & (ends > limit)).any():
+                i = int(over.argmax())
+                raise AdmissionError(
+                    f"request {req_ids[i]!r}: tokens up to {ends[i]} are scheduled of {limit[i]} {what}"
+                )
+
+    def _check_all(self, so: SchedulerOutput, requests: RequestRows) -> PlanColumns:
+        """The plan's columns. Looks at everything but what known requests get and have."""
         rows = requests.row_of
         columns = self._plain.columns(so, requests)
         check_scheduler_output(so, rows, plain_total=None if columns is None else columns.total)
@@ -61,11 +97,6 @@ class PlanChecks:
         if len(so.scheduled_new_reqs) > num_free + len(gone) + len(readded):
             raise CapacityError(f"more than max_num_seqs={self.config.max_num_seqs} requests at a time")
         self._check_new(so)
-        if grown := so.scheduled_cached_reqs.with_new_blocks():
-            growth = self._check_growth(so.scheduled_cached_reqs.req_ids, grown, rows, counts)
-            columns = (columns or PlanColumns.of(so, rows))._replace(growth=growth)
-        columns = columns or PlanColumns.of(so, rows)
-        self._check_cached(so.scheduled_cached_reqs.req_ids, columns, counts)
         if so.new_block_ids_to_zero or so.kv_cache_block_copies:
             named = [*(so.new_block_ids_to_zero or [])]
             named += [b for c in so.kv_cache_block_copies or [] for b in (c.src_block_id, c.dst_block_id)]
@@ -75,7 +106,7 @@ class PlanChecks:
             raise AdmissionError(
                 f"{so.total_num_scheduled_tokens} tokens in one step; this runner takes {self.max_num_tokens}"
             )
-        return columns
+        return columns or PlanColumns.of(so, rows)
 
     def _check_new(self, so: SchedulerOutput) -> None:
         for request in so.scheduled_new_reqs:
@@ -112,46 +143,26 @@ class PlanChecks:
             if count + len(ids) * group.blocks_per_kv_block > width:
                 raise AdmissionError(f"request {req_id!r}: more blocks than the {width} columns of its table")
 
-    def _check_growth(
-        self, req_ids: list[str], grown: list[tuple[int, Any]], rows: dict[str, int], of: RowCounts
-    ) -> Growth:
-        """Raises AdmissionError if the blocks that known requests get are none, or more than their tables take.
-
-        req_ids: of all known requests. grown: see `CachedRequestData.with_new_blocks`.
-        """
-        places, new_block_ids = zip(*grown, strict=True)
-        held = of.num_blocks[[rows[req_ids[place]] for place in places]]
-        blocks = BlockLists.if_sound(new_block_ids, len(self.groups), self.config.num_blocks)
-        if blocks is None or (held + blocks.sizes * self._blocks_per_kv_block > self._table_widths).any():
-            for place, count, block_ids in zip(places, held, new_block_ids, strict=True):
-                check_block_lists(req_ids[place], block_ids, len(self.groups))
-                self._check_blocks(req_ids[place], count, block_ids)
-            blocks = BlockLists.of(new_block_ids, len(self.groups))
-        return Growth(np.array(places), blocks.in_kernel_blocks(self._blocks_per_kv_block))
-
-    def _check_cached(self, req_ids: list[str], columns: PlanColumns, of: RowCounts) -> None:
-        """Raises AdmissionError if a known request is scheduled past its tokens, its blocks or max_model_len.
-
-        req_ids: of the columns' rows. A steady step runs no Python per request here.
-        """
-        rows = columns.rows
-        ends, known, held = of.computed[rows] + columns.counts, of.known[rows], of.num_blocks[rows]
-        if (growth := columns.growth) is not None:
-            held[growth.places] += growth.blocks.sizes
-        room = [num_blocks * group.block_size for num_blocks, group in zip(held.T, self.groups, strict=True)]
-        if not (ends > reduce(np.minimum, room, np.minimum(known, self.config.max_model_len))).any():
-            return
-        limits = {
-            "that are known": known,
-            "that its blocks hold": reduce(np.minimum, room),
-            "of max_model_len": np.full_like(known, self.config.max_model_len),
-        }
-        for what, limit in limits.items():
-            if (over := (columns.counts > 0) & (ends > limit)).any():
-                i = int(over.argmax())
-                raise AdmissionError(
-                    f"request {req_ids[i]!r}: tokens up to {ends[i]} are scheduled of {limit[i]} {what}"
-                )
+    def _growth(self, cached: CachedRequestData, columns: PlanColumns, of: RowCounts) -> Growth | None:
+        """What known requests get. Raises AdmissionError if it is no blocks, or more than their tables take."""
+        growing, given = cached.with_new_blocks()
+        if not growing:
+            return None
+        places = np.array(growing)
+        rows = columns.rows[places]
+        before = of.num_blocks[rows]
+        blocks = BlockLists.if_sound(given, len(self.groups), self.config.num_blocks)
+        if blocks is None:
+            for place, count, block_ids in zip(growing, before, given, strict=True):
+                check_block_lists(cached.req_ids[place], block_ids, len(self.groups))
+                self._check_blocks(cached.req_ids[place], count, block_ids)
+            blocks = BlockLists.of(given, len(self.groups))
+        blocks = blocks.in_kernel_blocks(self._blocks_per_kv_block)
+        held = before + blocks.sizes
+        if (held > self._table_widths).any():
+            for place, count, block_ids in zip(growing, before, given, strict=True):
+                self._check_blocks(cached.req_ids[place], count, block_ids)
+        return Growth(places, rows, blocks, before, held)
 
     @cached_property
     def _blocks_per_kv_block(self) -> np.ndarray:

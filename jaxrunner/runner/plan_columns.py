@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from operator import is_
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxrunner.contract import SchedulerOutput
+from jaxrunner.contract import CachedRequestData, SchedulerOutput
+from jaxrunner.runner.admission import NOT_BUILT_STEP_FIELDS
 from jaxrunner.runner.block_lists import BlockLists
 
 NO_ROW = -1
 MOST_TOKENS = np.iinfo(np.int32).max
+NEWS = ("scheduled_new_reqs", "finished_req_ids", "preempted_req_ids", "new_block_ids_to_zero", "kv_cache_block_copies")
+"""Fields of a plan in which nothing is said where no request comes or goes and no block is moved."""
+_news = attrgetter(*NEWS, *NOT_BUILT_STEP_FIELDS)
+_unused = attrgetter("resumed_req_ids", "all_token_ids")
 
 
 class RequestRows(Protocol):
@@ -24,11 +29,14 @@ class RequestRows(Protocol):
 
 
 class Growth(NamedTuple):
-    """Requests whose tables grow. places: i64[n], among those of `scheduled_cached_reqs`. blocks: what each gets,
-    in kernel blocks."""
+    """n requests whose tables grow. places: i64[n], among those of `scheduled_cached_reqs`; rows: i32[n]. blocks: what
+    each gets, in kernel blocks. before, held: i32[n, G], what each had, and has then."""
 
     places: np.ndarray
+    rows: np.ndarray
     blocks: BlockLists
+    before: np.ndarray
+    held: np.ndarray
 
 
 class PlanColumns(NamedTuple):
@@ -36,7 +44,7 @@ class PlanColumns(NamedTuple):
 
     rows: i32[C], state rows. counts: i32[C], tokens that each runs, 0 for none. req_ids, num_tokens: of the B, in the
     plan's order, i32[B]. total: the sum of num_tokens. is_plain: the B are the C and behind them the new requests, each
-    in its order. growth: None if no table grows.
+    in its order.
     """
 
     rows: np.ndarray
@@ -45,7 +53,6 @@ class PlanColumns(NamedTuple):
     num_tokens: np.ndarray
     total: int
     is_plain: bool
-    growth: Growth | None = None
 
     @classmethod
     def of(cls, so: SchedulerOutput, row_of: dict[str, int]) -> PlanColumns:
@@ -53,12 +60,21 @@ class PlanColumns(NamedTuple):
         cached, num_tokens = so.scheduled_cached_reqs.req_ids, so.num_scheduled_tokens
         return cls(
             rows=np.fromiter(map(row_of.__getitem__, cached), np.int32, len(cached)),
-            counts=np.fromiter(map(num_tokens.get, cached, itertools.repeat(0)), np.int32, len(cached)),
+            counts=np.fromiter(map(num_tokens.get, cached, repeat(0)), np.int32, len(cached)),
             req_ids=list(num_tokens),
             num_tokens=np.fromiter(num_tokens.values(), np.int32, len(num_tokens)),
             total=so.total_num_scheduled_tokens,
             is_plain=False,
         )
+
+
+class CheckedPlan(NamedTuple):
+    """A plan that can be run. growth: None if no table grows. is_quiet: no request comes or goes, no block is moved,
+    and the columns are those of the plan before."""
+
+    columns: PlanColumns
+    growth: Growth | None
+    is_quiet: bool
 
 
 class PlainPlans:
@@ -71,12 +87,40 @@ class PlainPlans:
     """
 
     def __init__(self) -> None:
-        self._req_ids: list[str] = []
-        self._rows = np.zeros(0, np.int32)
-        self._version: int | None = None
+        self._columns: PlanColumns | None = None
+        self._version = 0
+        self._types: list[type] = []
         self._values: list[int] = []
-        self._num_tokens = np.zeros(0, np.int32)
-        self._total = 0
+
+    def remember(self, so: SchedulerOutput, columns: PlanColumns, requests: RequestRows) -> None:
+        """`again` is for repetitions of this plan, which `check_scheduler_output` has accepted, with these columns."""
+        self._columns = None
+        if columns.is_plain and not so.scheduled_new_reqs:
+            self._columns, self._version = columns, requests.version
+            self._types = [*map(type, _news(so))]
+            self._values = [*so.num_scheduled_tokens.values()]
+
+    def again(self, so: SchedulerOutput, requests: RequestRows) -> PlanColumns | None:
+        """The columns of the remembered plan, if this one names the same requests with the same numbers of tokens, and
+        has no news; None for any other. The blocks that it brings are still to be checked.
+
+        A field without content is accepted for its type, so one of the type that was accepted is, too.
+        """
+        columns, cached, num_tokens = self._columns, so.scheduled_cached_reqs, so.num_scheduled_tokens
+        if columns is None or type(cached) is not CachedRequestData or type(num_tokens) is not dict:
+            return None
+        news, req_ids = _news(so), cached.req_ids
+        if [*map(type, news)] != self._types or any(news) or any(_unused(cached)):
+            return None
+        if type(req_ids) is not list or type(cached.new_block_ids) is not list:
+            return None
+        known, values = columns.req_ids, self._values
+        if not (len(req_ids) == len(num_tokens) == len(cached.new_block_ids) == len(known)):
+            return None
+        if so.total_num_scheduled_tokens != columns.total or requests.version != self._version:
+            return None
+        are_same = all(map(is_, req_ids, known)) and all(map(is_, num_tokens, known))
+        return columns if are_same and all(map(is_, num_tokens.values(), values)) else None
 
     def columns(self, so: SchedulerOutput, requests: RequestRows) -> PlanColumns | None:
         """None if the plan is not plain, whatever is wrong with it. Then `check_scheduler_output` says whether it can
@@ -94,36 +138,17 @@ class PlainPlans:
         named = [getattr(request, "req_id", None) for request in new]
         if not (_same(req_ids[:count], cached) and _same(req_ids[count:], named)):
             return None
-        if not (self._have_rows(cached, req_ids, requests) and self._have_counts(list(num_tokens.values()))):
+        values = list(num_tokens.values())
+        if not set(map(type, req_ids)) <= {str} or not set(map(type, values)) <= {int}:
             return None
-        counts = self._num_tokens[:count] if new else self._num_tokens
-        return PlanColumns(self._rows, counts, req_ids, self._num_tokens, self._total, True)
-
-    def _have_rows(self, cached: list[Any], req_ids: list[Any], requests: RequestRows) -> bool:
-        if self._version == requests.version and len(cached) == len(req_ids) and _same(cached, self._req_ids):
-            return True
-        if not set(map(type, req_ids)) <= {str}:
-            return False
-        places = map(requests.row_of.get, cached, itertools.repeat(NO_ROW))
-        rows = np.fromiter(places, np.int32, len(cached))
+        if not 0 < min(values, default=1) <= max(values, default=1) <= MOST_TOKENS:
+            return None
+        places = map(requests.row_of.get, cached, repeat(NO_ROW))
+        rows, counts = np.fromiter(places, np.int32, count), np.array(values, np.int32)
         if (rows == NO_ROW).any():
-            return False
-        rows.flags.writeable = False
-        self._req_ids, self._rows, self._version = list(cached), rows, requests.version
-        return True
-
-    def _have_counts(self, values: list[Any]) -> bool:
-        if _same(values, self._values):
-            return True
-        if (
-            not set(map(type, values)) <= {int}
-            or not 0 < min(values, default=1) <= max(values, default=1) <= MOST_TOKENS
-        ):
-            return False
-        num_tokens = np.array(values, np.int32)
-        num_tokens.flags.writeable = False
-        self._values, self._num_tokens, self._total = values, num_tokens, sum(values)
-        return True
+            return None
+        rows.flags.writeable = counts.flags.writeable = False
+        return PlanColumns(rows, counts[:count] if new else counts, req_ids, counts, sum(values), True)
 
 
 def _same(first: Sequence[Any], second: Sequence[Any]) -> bool:

@@ -18,12 +18,12 @@ import numpy as np
 from jax import lax
 
 from jaxrunner.compile.buckets import REPORTS, Bucket, Feature, Tier, lowest_tier
+from jaxrunner.contract import NO_TOKEN
 from jaxrunner.errors import AdmissionError, CapacityError
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation, check
 from jaxrunner.sampling.custom import CustomSampling
 from jaxrunner.stages.inputs import step_layout
-from jaxrunner.stages.sample import NO_TOKEN
 from jaxrunner.stages.step import step
 from jaxrunner.state.alive import check_alive
 from jaxrunner.state.requests import PARKING_ROW

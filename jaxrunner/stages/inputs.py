@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 
@@ -52,28 +51,25 @@ class StepInput:
         longest = self.max_query_len
         return longest if self.num_reqs and longest * self.num_reqs == self.num_tokens else None
 
-    def with_block_writes(self, block_writes: np.ndarray) -> StepInput:
-        """The same batch with other blocks. What was found out about the batch goes along, so that a steady decode does
-        not look at its requests again."""
-        other = copy.copy(self)
-        object.__setattr__(other, "block_writes", block_writes)
-        return other
-
     def layout(self, bucket: Bucket) -> Layout:
         return step_layout(bucket, self.groups, self.num_draft_slots)
 
     def pack(self, bucket: Bucket) -> np.ndarray:
         """The upload for `bucket`, i32[n]. Raises CapacityError when the step does not fit, naming what is too many."""
-        check_fits(self, bucket)
         check_block_writes(self.block_writes)
-        layout = self.layout(bucket)
-        if bucket not in self._packed:
-            self._packed[bucket] = layout.pack(self._batch_sections(bucket))
-        writes: dict[str, np.ndarray | int | list] = {
-            "num_block_writes": len(self.block_writes),
-            "block_writes": self.block_writes,
-        }
-        return layout.pack(writes, base=self._packed[bucket])
+        return self.pack_with(self.block_writes, bucket)
+
+    def pack_with(self, block_writes: np.ndarray, bucket: Bucket) -> np.ndarray:
+        """The upload of this batch with these blocks, i32[N, 4], which are of distinct cells. A batch that runs again
+        and again is packed once; without blocks it is one and the same vector every time."""
+        packed = self._packed.get(bucket)
+        if packed is None:
+            check_fits(self, bucket)
+            packed = self._packed[bucket] = self.layout(bucket).pack(self._batch_sections(bucket))
+        if not len(block_writes):
+            return packed
+        writes = {"num_block_writes": np.array(len(block_writes), np.int32), "block_writes": block_writes}
+        return self.layout(bucket).pack(writes, base=packed)
 
     @functools.cached_property
     def _packed(self) -> dict[Bucket, np.ndarray]:
@@ -118,7 +114,7 @@ def block_write_capacity(bucket: Bucket, groups: tuple[KVGroup, ...]) -> int:
 
 
 def check_fits(inputs: StepInput, bucket: Bucket) -> None:
-    """Raises CapacityError unless `inputs` can run in `bucket`."""
+    """Raises CapacityError unless the batch of `inputs` can run in `bucket`."""
     if inputs.num_reqs > bucket.num_reqs or inputs.num_tokens > bucket.num_tokens:
         raise CapacityError(
             f"{inputs.num_reqs} requests with {inputs.num_tokens} tokens do not fit {bucket}; "
@@ -129,5 +125,3 @@ def check_fits(inputs: StepInput, bucket: Bucket) -> None:
             f"{bucket} needs {bucket.query_len} token(s) for every request; this step has "
             f"{inputs.num_scheduled_tokens.tolist()}. Use a mixed bucket."
         )
-    if len(inputs.block_writes) > (capacity := block_write_capacity(bucket, inputs.groups)):
-        raise CapacityError(f"{len(inputs.block_writes)} new blocks do not fit the {capacity} of {bucket}")

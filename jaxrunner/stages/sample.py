@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxrunner.compile.buckets import Tier
+from jaxrunner.contract import NO_TOKEN
 from jaxrunner.models import transformer
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.implementation import Implementation
@@ -25,8 +24,6 @@ from jaxrunner.stages.batch import BatchRequests
 from jaxrunner.state.request_arrays import current
 from jaxrunner.state.runner_state import RunnerState
 from jaxrunner.state.sampling import SamplingState
-
-NO_TOKEN = -1
 
 
 class SamplingRows(Protocol):
@@ -67,8 +64,13 @@ class StepOutput(struct.PyTreeNode):
     @property
     def failed(self) -> jax.Array | None:
         """bool[B], requests that get no token although they should; None where no request can fail."""
-        causes = [cause for cause in (self.no_id_left, self.failed_by_nan) if cause is not None]
-        return functools.reduce(operator.or_, causes) if causes else None
+        return self.failures()
+
+    def failures(self, *, may_forbid: bool = True) -> jax.Array | None:
+        """`failed` of a batch of which one is known: whether anything can forbid its requests ids."""
+        if self.no_id_left is None or not may_forbid:
+            return self.failed_by_nan
+        return self.no_id_left if self.failed_by_nan is None else self.no_id_left | self.failed_by_nan
 
 
 def sample(

@@ -47,7 +47,7 @@ class Pending(struct.PyTreeNode):
     @property
     def last_tokens(self) -> Pending:
         """What `finish_step` needs."""
-        return self.replace(tokens=None)
+        return self if self.tokens is None else self.replace(tokens=None)
 
 
 def step(

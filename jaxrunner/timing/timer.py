@@ -1,4 +1,4 @@
-"""`StepTimer`: host, dispatch and device time of every step of a runner, in a ring of NumPy columns."""
+"""`StepTimer`: host, dispatch and device time of every step of a runner, in a ring."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ class StepTimer:
         if isinstance(self._annotate, functools.partial) and self._annotate.func is _Range:
             raise RuntimeError("this runner has a StepTimer already; close that one first")
         self._runner, self._capacity = runner, capacity
-        self._columns = np.zeros((3 * len(RANGES) + 3, capacity), np.int64)
-        self._programs: list[Any] = [None] * capacity
+        self._steps: list[_Step] = [_Step(0, 0)] * capacity
         self._count = 0
         self._open = True
         self._wrapped = vars(runner).get("execute_model")  # another recorder's
@@ -96,11 +95,21 @@ class StepTimer:
         """The steps so far, oldest first; a copy."""
         first = max(self._count - self._capacity, 0)
         numbers = np.arange(first, self._count)
-        places = numbers % self._capacity
-        begin, end, spent, rest = np.split(self._columns[:, places], [len(RANGES) * i for i in (1, 2, 3)])
-        programs = tuple(str(self._programs[place]) for place in places)
-        num_reqs, num_tokens, ready = rest
-        return StepTimes(numbers, num_reqs, num_tokens, programs, begin.T, end.T, spent.T, ready.astype(bool))
+        steps = [self._steps[place] for place in numbers % self._capacity]
+
+        def column(name: str, *shape: int) -> np.ndarray:
+            return np.array([getattr(step, name) for step in steps], np.int64).reshape(len(steps), *shape)
+
+        return StepTimes(
+            number=numbers,
+            num_reqs=column("num_reqs"),
+            num_tokens=column("num_tokens"),
+            program=tuple(str(step.program) for step in steps),
+            begin=column("begin", len(RANGES)),
+            end=column("end", len(RANGES)),
+            spent=column("spent", len(RANGES)),
+            ready=column("ready").astype(bool),
+        )
 
     def close(self) -> None:
         """Stop; steps in flight are not recorded any more."""
@@ -118,8 +127,5 @@ class StepTimer:
 
     def _store(self, step: _Step) -> None:
         if self._open:
-            place = self._count % self._capacity
-            sizes = [step.num_reqs, step.num_tokens, step.ready]
-            self._columns[:, place] = step.begin + step.end + step.spent + sizes
-            self._programs[place] = step.program
+            self._steps[self._count % self._capacity] = step
             self._count += 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from jaxrunner import Bucket, Ladder, StepInput
-from jaxrunner.compile.ladder import geometric, halves
+from jaxrunner import Bucket, DeviceRunner, Ladder, RunnerConfig, StepInput
+from jaxrunner.compile.ladder import MAX_EXECUTABLES, geometric, halves
 from jaxrunner.errors import CapacityError
 from jaxrunner.models.model import LayerSpec, Model
+from jaxrunner.models.weights import abstract_weights
 from jaxrunner.state.block_tables import KVGroup
 
 MODEL = Model("LlamaForCausalLM", 64, 16, 32, 2, 1, 8, (LayerSpec(),))
@@ -49,6 +52,18 @@ def test_second_halves_exist_for_three_sizes(seqs, rungs):
     assert ladder.finish_rungs("greedy") == ladder.finish_rungs("random") == rungs
     for tier in ("logprobs", "filtered", "constrained", "full"):
         assert ladder.finish_rungs(tier) == (rungs if seqs < 64 else rungs[-2:])
+
+
+@pytest.mark.parametrize(("seqs", "two"), [(256, 2), (257, 4), (512, 4), (1024, 4)])
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_decodes_of_many_requests_are_one_executable_and_no_executable_is_one_too_many(seqs, two, tokens):
+    model = dataclasses.replace(MODEL, max_position_embeddings=8192)
+    ladder = Ladder.default(model, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    config = RunnerConfig(seqs, 8192, tokens, 1024, 32)
+    programs = DeviceRunner.programs_of(model, abstract_weights(model), config, ladder)
+    assert all(programs.first(ladder.decode_bucket(n, "greedy")).kind == "step" for n in ladder.decode)
+    assert ladder.pick(inputs(1, 1)).num_reqs == two
+    assert len(programs.all()) <= MAX_EXECUTABLES
 
 
 def test_pick_takes_the_smallest_that_fits():

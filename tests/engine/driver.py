@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from jaxrunner import SamplingParams
+from jaxrunner.contract import ModelRunnerOutput
 from jaxrunner.engine.request import Request
 from jaxrunner.engine.scheduler import Scheduler
 from jaxrunner.runner.config import RunnerConfig
@@ -34,7 +35,9 @@ class Engine:
         plan, frame = self.scheduler.schedule()
         self.plans.append(plan)
         if plan.total_num_scheduled_tokens or plan.finished_req_ids or plan.preempted_req_ids:
-            self.in_flight.append((frame, self.runner.step(plan)))
+            result = self.runner.step(plan)
+            index = {req_id: i for i, req_id in enumerate(result.req_ids)}
+            self.in_flight.append((frame, ModelRunnerOutput(result.req_ids, index, result.sampled_token_ids)))
         while self.in_flight and (len(self.in_flight) > self.depth or not plan.total_num_scheduled_tokens):
             self.ended += self.scheduler.update(*self.in_flight.popleft())
         return plan

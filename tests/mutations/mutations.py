@@ -836,6 +836,8 @@ NAN = "tests/stages/test_nan_logits.py::"
 SORTED = "tests/sampling/test_best_ids.py::"
 MODES = "tests/sampling/test_logprobs_modes.py::test_a_batch_reports_what_each_row_asks_for"
 RAW = "tests/sampling/test_logprobs_modes.py::test_raw_numbers_are_of_the_models_own_logits"
+PLANS = "tests/runner/test_plan_columns.py::"
+STEADY = "tests/runner/test_steady_steps.py::"
 PROMPTS = "tests/runner/test_prompt_logprobs.py::"
 CHUNKED = PROMPTS + "test_every_chunking_gives_the_scores_of_the_whole_prompt[chunks1-device]"
 LOGPROBS = (
@@ -919,19 +921,77 @@ LOGPROBS = (
     Mutation(
         "plain plans: rows are kept although the map has changed",
         "runner/plan_columns.py",
-        "if self._version == requests.version and len",
-        "if len",
-        ("tests/runner/test_plan_columns.py::test_rows_that_were_given_anew_are_looked_up_again",),
+        " or requests.version != self._version:",
+        ":",
+        (PLANS + "test_rows_that_were_given_anew_are_looked_up_again",),
+    ),
+    Mutation(
+        "plain plans: what is equal to a number of tokens counts as that number",
+        "runner/plan_columns.py",
+        "all(map(is_, num_tokens.values(), values))",
+        "[*num_tokens.values()] == values",
+        (
+            PLANS + "test_a_plan_that_is_refused_is_not_plain[a truth value]",
+            PLANS + "test_a_runner_refuses_strange_plans_after_steady_ones[3-device]",
+        ),
     ),
     Mutation(
         "plain plans: what is equal to an id counts as that id",
         "runner/plan_columns.py",
-        "all(map(is_, first, second))",
-        "list(first) == list(second)",
+        "are_same = all(map(is_, req_ids, known))",
+        "are_same = req_ids == known",
         (
-            "tests/runner/test_plan_columns.py::test_a_plan_that_is_refused_is_not_plain[a truth value-True]",
-            "tests/runner/test_plan_columns.py::test_a_runner_refuses_strange_plans_after_steady_ones[3-device]",
+            PLANS + "test_a_plan_that_is_refused_is_not_plain[a cached id of another type]",
+            PLANS + "test_a_runner_refuses_strange_plans_after_steady_ones[1-device]",
         ),
+    ),
+    Mutation(
+        "plain plans: news are overlooked",
+        "runner/plan_columns.py",
+        " or any(news) or",
+        " or",
+        (PLANS + "test_a_plan_with_news_is_none_that_was_there_before[a request ends]",),
+    ),
+    Mutation(
+        "plain plans: an empty field of another type is accepted",
+        "runner/plan_columns.py",
+        "if [*map(type, news)] != self._types or",
+        "if",
+        (
+            PLANS + "test_a_plan_that_is_refused_is_not_plain[preempted is an array]",
+            PLANS + "test_a_plan_with_news_is_none_that_was_there_before[a field of another type]",
+        ),
+    ),
+    Mutation(
+        "steady steps: room is looked at for the first one alone",
+        "runner/steady_steps.py",
+        "> self.count)",
+        "> 0)",
+        (
+            STEADY + "test_a_block_that_ends_stops_the_run_and_a_new_one_carries_it_on",
+            STEADY + "test_a_steady_decode_past_its_blocks_is_refused_and_goes_on_with_another[device]",
+        ),
+    ),
+    Mutation(
+        "steady steps: a block of a plan that was refused counts",
+        "runner/steady_steps.py",
+        "self._next_left = left\n",
+        "self._left = self._next_left = left\n",
+        (STEADY + "test_a_block_that_ends_stops_the_run_and_a_new_one_carries_it_on",),
+    ),
+    Mutation(
+        "steady steps: the tokens that they sampled are not entered",
+        "runner/host_rows.py",
+        "self._known[steady.rows] += steady.count",
+        "pass",
+        (STEADY + "test_steady_steps_come_to_what_single_steps_do[1]",),
+    ),
+    Mutation(
+        "steady steps: the length of the model is no limit",
+        "runner/host_rows.py",
+        "axis=1), self.max_model_len)",
+        "axis=1), 2**30)",
+        (STEADY + "test_max_model_len_ends_the_run_whatever_blocks_there_are",),
     ),
     Mutation(
         "rows: listed ids of the last owner are counted",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,9 +58,10 @@ def recorded(step: int, **fields):
 
 def test_a_recorded_prefill_gives_the_index_arrays_of_the_formulas(runner):
     so = scheduler_output_from_vllm(recorded(0))
-    columns = runner.check(so)
-    writes = runner.update_states(so, columns)
-    ids, inputs, _ = runner.build_inputs(columns, writes)
+    plan = runner.check(so)
+    writes = runner.update_states(so, plan)
+    ids, inputs, *_ = runner.build_inputs(plan.columns)
+    assert not len(writes)  # they go up with the requests
     bucket = runner.ladder.pick(inputs)
     batch = prepare_inputs(runner.state, inputs, bucket=bucket)
     assert ids.req_ids == ["short", "long"]  # one-token requests first
@@ -76,10 +78,10 @@ def test_a_recorded_prefill_gives_the_index_arrays_of_the_formulas(runner):
 def test_a_recorded_run_replays(runner):
     assert set(run(runner, scheduler_output_from_vllm(recorded(0)))) == {"long", "short"}
     so = scheduler_output_from_vllm(recorded(1))
-    columns = runner.check(so)
-    writes = runner.update_states(so, columns)
+    plan = runner.check(so)
+    writes = runner.update_states(so, plan)
     assert writes.tolist() == [[0, runner.rows["short"], 1, 5]]
-    inputs = runner.build_inputs(columns, writes).inputs
+    inputs = dataclasses.replace(runner.build_inputs(plan.columns).inputs, block_writes=writes)
     batch = prepare_inputs(runner.state, inputs, bucket=runner.ladder.pick(inputs))
     assert batch.positions.tolist() == [20, 1, 0, 0]
     assert batch.slot_mapping[0].tolist() == [9 * 8 + 4, 4 * 8 + 1, -1, -1]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrunner.contract import CachedRequestData, NewRequestData, SchedulerOutput
+from jaxrunner.contract import CachedRequestData, KVCacheBlockCopy, NewRequestData, SchedulerOutput
 from jaxrunner.errors import AdmissionError
 from jaxrunner.runner.admission import check_scheduler_output
 from jaxrunner.runner.block_lists import BlockLists
@@ -62,23 +62,71 @@ def test_the_columns_of_plain_plans_are_those_of_any_plan():
         check_equal(plains.columns(so, rows), so, rows)
 
 
-def test_a_steady_decode_gets_the_arrays_of_the_step_before():
-    rows, plains = requests(), PlainPlans()
-    first, second = plains.columns(steady(), rows), plains.columns(steady(), rows)
-    assert second.rows is first.rows
-    assert second.num_tokens is first.num_tokens
+def remembering(rows: RowMap, so: SchedulerOutput | None = None) -> PlainPlans:
+    """One that has seen a steady plan."""
+    plains, so = PlainPlans(), so or steady()
+    columns = plains.columns(so, rows)
+    assert columns is not None
+    plains.remember(so, columns, rows)
+    return plains
+
+
+def test_a_steady_decode_gets_the_columns_of_the_step_before():
+    rows = requests()
+    plains = remembering(rows)
+    found = plains.again(steady(), rows)
+    check_equal(found, steady(), rows)
+    assert plains.again(steady(), rows) is found
     with pytest.raises(ValueError, match="read-only"):
-        second.rows[0] = 7
+        found.rows[0] = 7
+
+
+NEWS = {
+    "a request ends": lambda: steady(finished_req_ids={"gone"}),
+    "a request is preempted": lambda: steady(preempted_req_ids={"gone"}),
+    "a field of another type": lambda: steady(finished_req_ids=[]),
+    "a block is zeroed": lambda: steady(new_block_ids_to_zero=[3]),
+    "a block is copied": lambda: steady(kv_cache_block_copies=[KVCacheBlockCopy(3, 4)]),
+    "a new request": lambda: steady(new_ids=("n",)),
+    "one less": lambda: steady(NAMES[1:]),
+    "another order": lambda: steady(NAMES[::-1]),
+    "another number": lambda: steady(counts=[1, 1, 1, 1, 2]),
+    "drafts": lambda: steady(scheduled_spec_decode_tokens={NAMES[0]: [3]}),
+    "a resumed request": lambda: with_cached(resumed_req_ids={NAMES[0]}),
+    "too few lists of blocks": lambda: with_cached(new_block_ids=[None] * 4),
+    "lists of blocks in a tuple": lambda: with_cached(new_block_ids=(None,) * 5),
+    "another total": lambda: dataclasses.replace(steady(), total_num_scheduled_tokens=6),
+}
+
+
+def with_cached(**fields: Any) -> SchedulerOutput:
+    so = steady()
+    return dataclasses.replace(so, scheduled_cached_reqs=dataclasses.replace(so.scheduled_cached_reqs, **fields))
+
+
+@pytest.mark.parametrize("kind", NEWS)
+def test_a_plan_with_news_is_none_that_was_there_before(kind):
+    rows = requests()
+    plains = remembering(rows)
+    assert plains.again(NEWS[kind](), rows) is None
+    assert plains.again(steady(), rows) is not None
+
+
+def test_plans_with_new_requests_are_not_remembered():
+    rows = requests()
+    plains = remembering(rows, steady(new_ids=("n",)))
+    assert plains.again(steady(new_ids=("n",)), rows) is None
 
 
 def test_rows_that_were_given_anew_are_looked_up_again():
-    rows, plains = requests(), PlainPlans()
-    plains.columns(steady(), rows)
+    rows = requests()
+    plains = remembering(rows)
     for name in NAMES[:2]:
         rows.remove(name)
     for name in NAMES[:2]:
         rows.add(name)  # the last freed row first: they have changed places
     so = steady()
+    assert plains.again(so, rows) is None
     found = plains.columns(so, rows)
     assert found.rows[:2].tolist() == [2, 1]
     check_equal(found, so, rows)
@@ -114,13 +162,11 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("kind", STRANGE)
-def test_a_plan_that_is_refused_is_not_plain(kind, warm):
-    rows, plains = requests(), PlainPlans()
-    if warm:
-        assert plains.columns(steady(), rows) is not None
-    so = STRANGE[kind]()
+def test_a_plan_that_is_refused_is_not_plain(kind):
+    rows = requests()
+    plains, so = remembering(rows), STRANGE[kind]()
+    assert plains.again(so, rows) is None
     assert plains.columns(so, rows) is None
     with pytest.raises(AdmissionError):
         check_scheduler_output(so, rows.row_of)
@@ -165,7 +211,7 @@ def test_blocks_as_columns_are_those_of_a_loop(per_block):
         np.random.default_rng(len(per_block)),
         [KVGroup((i,), blocks_per_kv_block=n) for i, n in enumerate(per_block)],
     )
-    host, places = HostRows(9, groups), np.array([4, 2, 7])
+    host, places = HostRows(9, groups, 64), np.array([4, 2, 7])
     host.num_blocks[places] = rng.integers(0, 5, (3, len(groups)))
     right, held = [], host.num_blocks.copy()
     given = [tuple(rng.permutation(30)[: rng.integers(0, 4)].tolist() for _ in groups) for _ in places]
