@@ -898,7 +898,7 @@ LOGPROBS = (
     Mutation(
         "logprobs: raw modes show processed logits",
         "sampling/sampler.py",
-        "if params.reports.is_processed else raw",
+        "if params.reports.is_processed else narrow",
         "if params.reports.is_processed else scores",
         (RAW + "[raw_logprobs]", RAW + "[raw_logits]"),
     ),
