@@ -74,7 +74,7 @@ def draw_mosaic(
         kept_ids,
     ):
         row, part = lax.axis_index("row"), lax.axis_index("part")
-        chunks = ScoredChunks(logits_ref, row, offset_ref, inverse_ref)
+        chunks = ScoredChunks(logits_ref, row, spread(offset_ref[row]), spread(inverse_ref[row]))
         zero, one = vector(0), vector(1)
         reach, end = jnp.minimum(magnitude_ref[row], HOPELESS), end_ref[row]
 

@@ -31,6 +31,7 @@ from jaxrunner.pallas.row_chunks import (
     count_chunks,
     list_chunks,
     magnitudes,
+    spread,
     vector,
 )
 from jaxrunner.sampling.temperature import ScaledRows
@@ -78,8 +79,7 @@ def filter_ends_mosaic(
         *gathered_of,
     ):
         row = lax.axis_index("cta")
-
-        chunks = ScoredChunks(logits_ref, row, offset_ref, inverse_ref)
+        chunks = ScoredChunks(logits_ref, row, spread(offset_ref[row]), spread(inverse_ref[row]))
         load, read = chunks.load, chunks.read
         zero = vector(0)
 
@@ -166,16 +166,16 @@ def filter_ends_mosaic(
             pass. low, high: two apart at least."""
             end = jnp.where((high > WEIGHTLESS) & (low < WEIGHTLESS), WEIGHTLESS, jnp.minimum(high, INFINITE - 1))
 
-            def spread(value):
+            def lanes(value):
                 return compat.full(compat.LANES, value)
 
-            part = (compat.iota(compat.LANES) + spread(1)).astype(jnp.float32) / (N_BOUNDS + 1)
-            least, most = (lax.bitcast_convert_type(spread(x), jnp.float32) for x in (low, end))
+            part = (compat.iota(compat.LANES) + lanes(1)).astype(jnp.float32) / (N_BOUNDS + 1)
+            least, most = (lax.bitcast_convert_type(lanes(x), jnp.float32) for x in (low, end))
             by_score = lax.bitcast_convert_type(least + (most - least) * part, jnp.int32)
-            by_bits = spread(low) + (spread(high - low).astype(jnp.float32) * part).astype(jnp.int32)
-            chosen = jnp.where(spread(lax.rem(number, jnp.int32(2))) == spread(0), by_score, by_bits)
+            by_bits = lanes(low) + (lanes(high - low).astype(jnp.float32) * part).astype(jnp.int32)
+            chosen = jnp.where(lanes(lax.rem(number, jnp.int32(2))) == lanes(0), by_score, by_bits)
             compat.commit()  # no thread reads the old bounds any more
-            bounds_of[...] = jnp.minimum(jnp.maximum(chosen, spread(low + 1)), spread(high - 1))
+            bounds_of[...] = jnp.minimum(jnp.maximum(chosen, lanes(low + 1)), lanes(high - 1))
             compat.commit()
             return [bounds_of[n] for n in range(N_BOUNDS)]
 
@@ -208,11 +208,11 @@ def filter_ends_mosaic(
             """At least the limit-th least of the chunks' magnitudes, and less than 2^16 units above it."""
             values = nearest_chunks()
 
-            def spread(value):
+            def lanes(value):
                 return compat.repeated(jnp.asarray(value, jnp.int32), (num_places,), places)
 
             def is_low(value):
-                return jnp.sum(jnp.where(values < spread(value), spread(1), spread(0))) < limit
+                return jnp.sum(jnp.where(values < lanes(value), lanes(1), lanes(0))) < limit
 
             return greatest((16, 30), is_low) | 0xFFFF
 
@@ -291,8 +291,8 @@ def filter_ends_mosaic(
                 number, low, high, _, below_high, limit, *_ = carry
                 return (number == 0) | ((high - low > 1) & (below_high >= limit) & (number < MOST_PASSES))
 
-            start = (jnp.int32(0), jnp.int32(0), top, jnp.int32(0), jnp.int32(MAX), limit)
-            start += (jnp.where(gathered, 0, -1), jnp.int32(0), length)
+            none = jnp.int32(0)
+            start = (none, none, top, none, jnp.int32(MAX), limit, jnp.where(gathered, 0, -1), none, length)
             _, low, _, below_low, below_high, limit, since, *_ = lax.while_loop(go_on, one, start)
             is_inside = below_high >= limit
             magnitude, before = jnp.where(is_inside, low, reach), jnp.where(is_inside, below_low, below_high)

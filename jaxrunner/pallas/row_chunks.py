@@ -81,7 +81,7 @@ class RowChunks:
         return compat.iota(CHUNK) + vector(self.start(chunk))
 
     def is_own(self, chunk: Any, ids: jax.Array) -> jax.Array:
-        """Which of the ids read for a chunk do not belong to the one before it, or lie behind the last."""
+        """Which of the ids read for a chunk are its own, not those of the one before it; behind the last, none."""
         return ids >= vector(chunk * CHUNK)
 
     def load(self, chunk: Any) -> jax.Array:
@@ -93,14 +93,14 @@ class RowChunks:
 
 @dataclasses.dataclass(frozen=True)
 class ScoredChunks(RowChunks):
-    """Chunks whose logits are scaled to scores. offset, inverse: references of `ScaledRows` in GMEM."""
+    """Chunks whose logits are scaled to scores. offset, inverse: f32[CHUNK], the row's of `ScaledRows`, spread."""
 
-    offset: Any
-    inverse: Any
+    offset: jax.Array
+    inverse: jax.Array
 
     def magnitudes(self, logits: jax.Array) -> jax.Array:
-        offset, inverse = (spread(ref[self.row]) for ref in (self.offset, self.inverse))
-        return lax.bitcast_convert_type(jnp.abs((logits.astype(jnp.float32) - offset) * inverse), jnp.int32)
+        scores = (logits.astype(jnp.float32) - self.offset) * self.inverse
+        return lax.bitcast_convert_type(jnp.abs(scores), jnp.int32)
 
     def read(self, chunk: Any, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(ids, magnitudes) of a chunk; what is not its own is infinite."""

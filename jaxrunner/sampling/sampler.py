@@ -60,8 +60,8 @@ def sample_tokens(
     logits: of any floating type; all is computed in float32, and what reads them from memory reads them as they are.
     params: the rows' parameters in batch order. position: index the new token will have in its request. history: for
     tiers with constraints. custom: the user's processors and sampler; those that serve every request run in all tiers,
-    the others from "constrained" on. implementation: of the filters with
-    the draw from what they leave, and of the search for the best ids.
+    the others from "constrained" on. implementation: of the filters with the draw from what they leave, and of the
+    search for the best ids.
     tier "greedy": exact argmax, the lowest id on a tie. tier "random": rows with a temperature take the argmax of
     logits / temperature + Gumbel noise, which draws from the softmax; greedy rows as before. Tiers from "filtered" on
     filter before the draw, from "constrained" on the whole list of `jaxrunner.sampling` applies. A row's token is the

@@ -341,6 +341,34 @@ RANDOMNESS = (
         (RANDOM + "test_noise_of_single_ids_is_that_of_the_row",),
     ),
     Mutation(
+        "draw: what a lane cannot keep is lost",
+        "pallas/draw_mosaic.py",
+        "is_kept = most <= KEPT",
+        "is_kept = most <= 2 * KEPT",
+        ("tests/pallas/test_draw.py::test_a_lane_with_more_ids_than_it_keeps_interpreted",),
+    ),
+    Mutation(
+        "draw: damaged rows take what the kernel draws",
+        "sampling/filters.py",
+        "return jnp.where(left.sound & ~is_greedy, drawn, best)",
+        "return drawn",
+        ("tests/pallas/test_draw.py::test_greedy_and_damaged_rows_take_their_best_id_interpreted",),
+    ),
+    Mutation(
+        "filters: gathered ids forget what lies before them",
+        "pallas/filters_mosaic.py",
+        "weights = [before + weight for weight in weights]",
+        "weights = list(weights)",
+        ("tests/pallas/test_filters.py::test_what_is_gathered_late_of_a_wide_row_interpreted[normal]",),
+    ),
+    Mutation(
+        "best ids: a NaN hides its chunk",
+        "pallas/best_ids_mosaic.py",
+        "jnp.where(jnp.isnan(maxima), MAX, order_of(maxima))",
+        "order_of(maxima)",
+        ("tests/pallas/test_best_ids.py::test_interpreted[1284-20]",),
+    ),
+    Mutation(
         "sample: the draw depends on the row, not on the position",
         "stages/sample.py",
         "sample_tokens(logits, params, requests.seq_lens, **options)",
@@ -872,7 +900,7 @@ LOGPROBS = (
     Mutation(
         "logprobs: raw modes show processed logits",
         "sampling/sampler.py",
-        "if params.reports.is_processed else raw",
+        "if params.reports.is_processed else narrow",
         "if params.reports.is_processed else scores",
         (RAW + "[raw_logprobs]", RAW + "[raw_logits]"),
     ),

@@ -18,9 +18,9 @@ from jaxrunner.pallas import compat
 from jaxrunner.pallas.attention import attention
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.pallas.target import Target, tracing_for
+from jaxrunner.sampling.sampler import sample_tokens
 from tests.compile.test_compiler import programs_of
 from tests.compile.test_warm_up import ADMIT
-from tests.pallas.test_filters import with_kernel
 from tests.sampling.rows import sampling_state
 
 UNAVAILABLE = compat.unavailable_reason()
@@ -65,11 +65,13 @@ def attended(query_len):
     return f, [q, blocks, i32(), metadata, jax.ShapeDtypeStruct((16,), jnp.float32)]
 
 
-def filtered():
+def sampled():
     """Vectors in strided layouts, and shared memory that no layout cast speaks of."""
     state = sampling_state([SamplingParams()])
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    return with_kernel, [jax.ShapeDtypeStruct((1, 512), jnp.float32), state]
+    options = {"tier": "filtered", "implementation": "mosaic"}
+    logits, position = jax.ShapeDtypeStruct((1, 512), jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.int32)
+    return lambda *args: sample_tokens(*args, **options).token_ids, [logits, state, position]
 
 
 def contradicting():
@@ -89,10 +91,10 @@ def contradicting():
     [
         (functools.partial(attended, None), 1),
         (functools.partial(attended, 1), 2),
-        (filtered, 1),
+        (sampled, 2),
         (contradicting, 1),
     ],
-    ids=["prefill", "decode", "filters", "contradicting casts"],
+    ids=["prefill", "decode", "filters and draw", "contradicting casts"],
 )
 def test_kernels_come_out_the_same(kernels, case, count):
     f, avals = case()
