@@ -68,8 +68,7 @@ class StepInput:
             packed = self._packed[bucket] = self.layout(bucket).pack(self._batch_sections(bucket))
         if not len(block_writes):
             return packed
-        writes = {"num_block_writes": np.array(len(block_writes), np.int32), "block_writes": block_writes}
-        return self.layout(bucket).pack(writes, base=packed)
+        return self.layout(bucket).with_rows(packed, "block_writes", block_writes, counted_in="num_block_writes")
 
     @functools.cached_property
     def _packed(self) -> dict[Bucket, np.ndarray]:

@@ -246,6 +246,13 @@ PADDING = (
         fast=True,
     ),
     Mutation(
+        "codec: rows join the packed vector itself",
+        "state/codec.py",
+        "vector, words = base.copy(), rows.ravel()",
+        "base.setflags(write=True)\n        vector, words = base, rows.ravel()",
+        (CODEC + "test_rows_join_a_copy_of_a_packed_vector[3]",),
+    ),
+    Mutation(
         "codec: uploads stay writable",
         "state/codec.py",
         "vector.flags.writeable = False",
