@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -85,12 +85,26 @@ class KVCacheBlockCopy:
     dst_block_id: int
 
 
+class TokenCounts(dict[str, int]):
+    """Request id -> tokens to run, for good: every change raises TypeError. Plans that say the same may share one, and
+    who has looked at it once need not do so again. A copy of it is a plain dict."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("these numbers of tokens are shared by several plans; change a copy, dict(...)")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
 @dataclasses.dataclass
 class SchedulerOutput:
     """One step's plan.
 
-    num_scheduled_tokens: request id -> tokens to run, drafts included. finished_req_ids: requests to free before
-    anything is added; may contain an id that is also new (abort and resubmission under one id).
+    num_scheduled_tokens: request id -> tokens to run, drafts included, as a dict or as `TokenCounts`.
+    finished_req_ids: requests to free before anything is added; may contain an id that is also new (abort and
+    resubmission under one id).
     preempted_req_ids: their rows are freed like those of finished requests. new_block_ids_to_zero: allocator blocks
     zeroed before the forward pass; kv_cache_block_copies: copies made after that and before the forward pass.
     has_structured_output_requests: a request of the plan has structured_outputs; pending_structured_output_tokens: the

@@ -13,7 +13,14 @@ import itertools
 
 import numpy as np
 
-from jaxrunner.contract import NO_TOKEN, CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from jaxrunner.contract import (
+    NO_TOKEN,
+    CachedRequestData,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+    TokenCounts,
+)
 from jaxrunner.engine.block_pool import BlockPool
 from jaxrunner.engine.columns import Columns
 from jaxrunner.engine.prefix_hash import HashChain, namespace
@@ -48,6 +55,7 @@ class Scheduler:
         self._slot_of: dict[str, int] = {}
         self._request_at: list[Request | None] = [None] * config.max_num_seqs
         self._order = np.zeros(0, np.int64)
+        self._decodes: TokenCounts | None = None
         self._ids: list[str] = []
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._finished: set[str] = set()
@@ -147,7 +155,7 @@ class Scheduler:
             ids = ids + [r.req_id for r in new]
             slots = np.concatenate([slots, np.array(new_slots, np.int64)])
             counts = np.concatenate([counts, np.array(new_counts, np.int64)])
-        samples = self._advance(slots, counts)
+        samples, total = self._advance(slots, counts), int(counts.sum())
         structured = self.columns.structured[slots]
         # A request that has an id in flight after this step and another one before it.
         waits = structured & (self.columns.planned[slots] - samples > self.columns.known[slots])
@@ -156,14 +164,22 @@ class Scheduler:
         plan = SchedulerOutput(
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,
-            num_scheduled_tokens=dict(zip(ids, counts.tolist(), strict=True)),
-            total_num_scheduled_tokens=int(counts.sum()),
+            num_scheduled_tokens=self._token_counts(ids, counts, total),
+            total_num_scheduled_tokens=total,
             finished_req_ids=finished,
             preempted_req_ids=preempted,
             has_structured_output_requests=bool(structured.any()),
             pending_structured_output_tokens=bool(waits.any()),
         )
         return plan, Frame(ids, slots, self.columns.epoch[slots])
+
+    def _token_counts(self, ids: list[str], counts: np.ndarray, total: int) -> dict[str, int]:
+        """One and the same mapping for all plans in which all running requests decode, until one comes or goes."""
+        if ids is not self._ids or total != len(ids):
+            return dict(zip(ids, counts.tolist(), strict=True))
+        if self._decodes is None:
+            self._decodes = TokenCounts(dict.fromkeys(ids, 1))
+        return self._decodes
 
     def _schedule_running(self) -> tuple[CachedRequestData, np.ndarray, np.ndarray]:
         columns = self.columns
@@ -296,7 +312,7 @@ class Scheduler:
 
     def _reorder(self) -> None:
         ordered = sorted(self.running.values(), key=lambda r: r.order)
-        self._ids = [r.request_id for r in ordered]
+        self._ids, self._decodes = [r.request_id for r in ordered], None
         self._order = np.fromiter((self._slot_of[i] for i in self._ids), np.int64, len(ordered))
 
     def _advance(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxrunner.contract import CachedRequestData, SchedulerOutput
+from jaxrunner.contract import CachedRequestData, SchedulerOutput, TokenCounts
 from jaxrunner.runner.admission import NOT_BUILT_STEP_FIELDS
 from jaxrunner.runner.block_lists import BlockLists
 
 NO_ROW = -1
+COUNTS = (dict, TokenCounts)
 MOST_TOKENS = np.iinfo(np.int32).max
 NEWS = ("scheduled_new_reqs", "finished_req_ids", "preempted_req_ids", "new_block_ids_to_zero", "kv_cache_block_copies")
 """Fields of a plan in which nothing is said where no request comes or goes and no block is moved."""
@@ -91,6 +92,7 @@ class PlainPlans:
         self._version = 0
         self._types: list[type] = []
         self._values: list[int] = []
+        self._shared: TokenCounts | None = None
 
     def remember(self, so: SchedulerOutput, columns: PlanColumns, requests: RequestRows) -> None:
         """`again` is for repetitions of this plan, which `check_scheduler_output` has accepted, with these columns."""
@@ -99,6 +101,7 @@ class PlainPlans:
             self._columns, self._version = columns, requests.version
             self._types = [*map(type, _news(so))]
             self._values = [*so.num_scheduled_tokens.values()]
+            self._shared = so.num_scheduled_tokens if type(so.num_scheduled_tokens) is TokenCounts else None
 
     def again(self, so: SchedulerOutput, requests: RequestRows) -> PlanColumns | None:
         """The columns of the remembered plan, if this one names the same requests with the same numbers of tokens, and
@@ -107,7 +110,7 @@ class PlainPlans:
         A field without content is accepted for its type, so one of the type that was accepted is, too.
         """
         columns, cached, num_tokens = self._columns, so.scheduled_cached_reqs, so.num_scheduled_tokens
-        if columns is None or type(cached) is not CachedRequestData or type(num_tokens) is not dict:
+        if columns is None or type(cached) is not CachedRequestData or type(num_tokens) not in COUNTS:
             return None
         news, req_ids = _news(so), cached.req_ids
         if [*map(type, news)] != self._types or any(news) or any(_unused(cached)):
@@ -119,15 +122,20 @@ class PlainPlans:
             return None
         if so.total_num_scheduled_tokens != columns.total or requests.version != self._version:
             return None
-        are_same = all(map(is_, req_ids, known)) and all(map(is_, num_tokens, known))
-        return columns if are_same and all(map(is_, num_tokens.values(), values)) else None
+        if not all(map(is_, req_ids, known)):
+            return None
+        if num_tokens is self._shared or (
+            all(map(is_, num_tokens, known)) and all(map(is_, num_tokens.values(), values))
+        ):
+            return columns
+        return None
 
     def columns(self, so: SchedulerOutput, requests: RequestRows) -> PlanColumns | None:
         """None if the plan is not plain, whatever is wrong with it. Then `check_scheduler_output` says whether it can
         be run; of a plain one that need not look at ids, at numbers of tokens, or at which requests it names.
         """
         num_tokens, cached = so.num_scheduled_tokens, getattr(so.scheduled_cached_reqs, "req_ids", None)
-        if type(num_tokens) is not dict or type(cached) is not list:
+        if type(num_tokens) not in COUNTS or type(cached) is not list:
             return None
         new, gone = so.scheduled_new_reqs, (so.finished_req_ids, so.preempted_req_ids)
         if not isinstance(new, list | tuple) or not all(isinstance(ids, set | frozenset | None) for ids in gone):

@@ -60,16 +60,13 @@ class StepInput:
         return self.pack_with(self.block_writes, bucket)
 
     def pack_with(self, block_writes: np.ndarray, bucket: Bucket) -> np.ndarray:
-        """The upload of this batch with these blocks, i32[N, 4], which are of distinct cells. A batch that runs again
-        and again is packed once; without blocks it is one and the same vector every time."""
+        """A fresh upload of this batch with these blocks, i32[N, 4], which are of distinct cells. All but the blocks is
+        packed once, however often the batch runs."""
         packed = self._packed.get(bucket)
         if packed is None:
             check_fits(self, bucket)
             packed = self._packed[bucket] = self.layout(bucket).pack(self._batch_sections(bucket))
-        if not len(block_writes):
-            return packed
-        writes = {"num_block_writes": np.array(len(block_writes), np.int32), "block_writes": block_writes}
-        return self.layout(bucket).pack(writes, base=packed)
+        return self.layout(bucket).with_rows(packed, "block_writes", block_writes, counted_in="num_block_writes")
 
     @functools.cached_property
     def _packed(self) -> dict[Bucket, np.ndarray]:

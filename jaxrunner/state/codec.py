@@ -46,20 +46,34 @@ class Layout:
     def shape_of(self, section: str) -> tuple[int, ...]:
         return dict(self.sections)[section]
 
-    def pack(self, values: Mapping[str, np.ndarray | int | list], *, base: np.ndarray | None = None) -> np.ndarray:
+    def pack(self, values: Mapping[str, np.ndarray | int | list]) -> np.ndarray:
         """A fresh i32[size] vector, read-only. A section may be given shorter than its shape along axis 0. What is not
-        given is zero, or what it is in `base`, a vector of this layout.
+        given is zero.
 
         Raises CapacityError for a value that is longer than its section and OverflowError for one that does not fit
         32 bits (JAX itself would cut it without a word).
         """
         if unknown := values.keys() - self.places.keys():
             raise KeyError(f"no section is called {sorted(unknown)}")
-        vector = np.zeros(self.size, np.int32) if base is None else base.copy()
+        vector = np.zeros(self.size, np.int32)
         for name, value in values.items():
             where, shape = self.places[name]
             _fill(vector[where].reshape(shape), value, name)
         vector.flags.writeable = False
+        return vector
+
+    def with_rows(self, base: np.ndarray, section: str, rows: np.ndarray, *, counted_in: str) -> np.ndarray:
+        """A fresh vector, read-only: a packed one with `rows`, i32[n, ...], at the beginning of a section, and n in
+        another. Raises CapacityError if they are too many, TypeError if they are no int32."""
+        where, shape = self.places[section]
+        if rows.dtype != np.int32:
+            raise TypeError(f"section {section!r} takes int32 here, got {rows.dtype}")
+        if len(rows) > shape[0]:
+            raise CapacityError(f"{len(rows)} entries do not fit the section {section!r} of {shape[0]}")
+        vector, words = base.copy(), rows.ravel()
+        vector[where.start : where.start + len(words)] = words
+        vector[self.places[counted_in][0].start] = len(rows)
+        vector.setflags(write=False)
         return vector
 
     def assemble(self, values: Mapping[str, jax.Array]) -> jax.Array:

@@ -283,3 +283,16 @@ def test_aborting_what_is_unknown_is_nothing():
     engine.add("a", [1, 2])
     assert engine.scheduler.abort("a").finish_reason == "abort"
     assert not engine.scheduler.has_work
+
+
+def test_decodes_of_the_same_requests_share_their_numbers_of_tokens():
+    engine = Engine()
+    for name in "ab":
+        engine.add(name, [1, 2, 3], max_tokens=8)
+    plans = [engine.step() for _ in range(3)]
+    assert [plan.num_scheduled_tokens for plan in plans] == [{"a": 3, "b": 3}, {"a": 1, "b": 1}, {"a": 1, "b": 1}]
+    assert plans[2].num_scheduled_tokens is plans[1].num_scheduled_tokens
+    engine.add("c", [4])
+    assert engine.step().num_scheduled_tokens == {"a": 1, "b": 1, "c": 1}
+    assert engine.step().num_scheduled_tokens == {"a": 1, "b": 1, "c": 1}
+    engine.run()

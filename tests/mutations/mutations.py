@@ -246,6 +246,13 @@ PADDING = (
         fast=True,
     ),
     Mutation(
+        "codec: rows join the packed vector itself",
+        "state/codec.py",
+        "vector, words = base.copy(), rows.ravel()",
+        "base.setflags(write=True)\n        vector, words = base, rows.ravel()",
+        (CODEC + "test_rows_join_a_copy_of_a_packed_vector[3]",),
+    ),
+    Mutation(
         "codec: uploads stay writable",
         "state/codec.py",
         "vector.flags.writeable = False",
@@ -966,8 +973,8 @@ LOGPROBS = (
     Mutation(
         "plain plans: what is equal to an id counts as that id",
         "runner/plan_columns.py",
-        "are_same = all(map(is_, req_ids, known))",
-        "are_same = req_ids == known",
+        "if not all(map(is_, req_ids, known)):",
+        "if req_ids != known:",
         (
             PLANS + "test_a_plan_that_is_refused_is_not_plain[a cached id of another type]",
             PLANS + "test_a_runner_refuses_strange_plans_after_steady_ones[1-device]",
@@ -1027,6 +1034,13 @@ LOGPROBS = (
         "self.num_listed[row] = self.num_prompt_scores[row] = 0",
         "self.num_prompt_scores[row] = 0",
         (PROMPTS + "test_a_row_forgets_what_its_last_owner_asked_for[device]",),
+    ),
+    Mutation(
+        "scheduler: numbers of tokens stay when a request comes",
+        "engine/scheduler.py",
+        "self._ids, self._decodes = [r.request_id for r in ordered], None",
+        "self._ids = [r.request_id for r in ordered]",
+        ("tests/engine/test_scheduler.py::test_decodes_of_the_same_requests_share_their_numbers_of_tokens",),
     ),
     Mutation(
         "scheduler: a prompt that is to be scored takes cached blocks",

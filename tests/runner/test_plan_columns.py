@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxrunner.contract import CachedRequestData, KVCacheBlockCopy, NewRequestData, SchedulerOutput
+from jaxrunner.contract import CachedRequestData, KVCacheBlockCopy, NewRequestData, SchedulerOutput, TokenCounts
 from jaxrunner.errors import AdmissionError
 from jaxrunner.runner.admission import check_scheduler_output
 from jaxrunner.runner.block_lists import BlockLists
@@ -110,6 +112,46 @@ def test_a_plan_with_news_is_none_that_was_there_before(kind):
     plains = remembering(rows)
     assert plains.again(NEWS[kind](), rows) is None
     assert plains.again(steady(), rows) is not None
+
+
+def shared(names=NAMES, **counts: int) -> TokenCounts:
+    return TokenCounts({name: counts.get(name, 1) for name in names})
+
+
+def test_shared_numbers_of_tokens_are_known_again_and_others_are_looked_at():
+    rows, counts = requests(), shared()
+    plains = remembering(rows, dataclasses.replace(steady(), num_scheduled_tokens=counts))
+    found = plains.again(dataclasses.replace(steady(), num_scheduled_tokens=counts), rows)
+    check_equal(found, steady(), rows)
+    assert plains.again(dataclasses.replace(steady(), num_scheduled_tokens=shared()), rows) is found
+    assert plains.again(steady(), rows) is found
+    for other in (shared(NAMES[::-1]), shared((*NAMES[1:], "n")), TokenCounts(shared() | {NAMES[2]: 2})):
+        assert plains.again(dataclasses.replace(steady(), num_scheduled_tokens=other), rows) is None
+    reversed_ids = dataclasses.replace(steady(NAMES[::-1]), num_scheduled_tokens=counts)
+    assert plains.again(reversed_ids, rows) is None
+
+
+CHANGES = {
+    "set": lambda counts: counts.__setitem__("a", 2),
+    "delete": lambda counts: counts.__delitem__("a"),
+    "merge": lambda counts: counts.__ior__({"a": 2}),
+    "clear": lambda counts: counts.clear(),
+    "pop": lambda counts: counts.pop("a"),
+    "popitem": lambda counts: counts.popitem(),
+    "setdefault": lambda counts: counts.setdefault("b", 1),
+    "update": lambda counts: counts.update(a=2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_shared_numbers_of_tokens_do_not_change_and_copies_do(change):
+    counts = TokenCounts({"a": 1})
+    with pytest.raises(TypeError, match="shared by several plans"):
+        CHANGES[change](counts)
+    assert counts == {"a": 1}
+    for other in (dict(counts), counts.copy(), counts | {}, copy.deepcopy(counts), pickle.loads(pickle.dumps(counts))):
+        assert type(other) is dict
+        assert other == {"a": 1}
 
 
 def test_plans_with_new_requests_are_not_remembered():

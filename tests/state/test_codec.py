@@ -33,6 +33,25 @@ def test_round_trip(seed):
             np.testing.assert_array_equal(part, value)
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 3])
+def test_rows_join_a_copy_of_a_packed_vector(num_rows):
+    base = LAYOUT.pack({"rows": [1, 2, 3, 4], "last": [5, 6]})
+    before, table = base.copy(), np.arange(7, 13, dtype=np.int32).reshape(3, 2)[:num_rows]
+    found = LAYOUT.with_rows(base, "table", table, counted_in="count")
+    whole = LAYOUT.pack({"count": num_rows, "rows": [1, 2, 3, 4], "table": table, "last": [5, 6]})
+    np.testing.assert_array_equal(found, whole)
+    np.testing.assert_array_equal(base, before)
+    assert not found.flags.writeable
+
+
+def test_rows_that_are_too_many_or_of_another_type_are_refused():
+    base = LAYOUT.pack({})
+    with pytest.raises(CapacityError, match="4 entries do not fit the section 'table' of 3"):
+        LAYOUT.with_rows(base, "table", np.zeros((4, 2), np.int32), counted_in="count")
+    with pytest.raises(TypeError, match="'table' takes int32 here, got int64"):
+        LAYOUT.with_rows(base, "table", np.zeros((1, 2), np.int64), counted_in="count")
+
+
 def test_floats_travel_bit_cast():
     values = np.array([np.nan, -0.0, np.inf, -np.inf, 1e-45, 1.1754942e-38, 3.4028235e38, 0.1], np.float32)
     values[:1].view(np.uint32)[0] = 0x7FC12345  # a NaN with a payload
