@@ -150,11 +150,15 @@ class Inputs:
     bitmask: jax.Array | None
 
 
+@functools.cache
+def random_logits(batch: int, vocab: int) -> list[jax.Array]:
+    """Drawn as float32: a bfloat16 draw has so few values that hundreds of ids would share the greatest."""
+    draw = jax.jit(lambda key: (jax.random.normal(key, (batch, vocab)) * 3).astype(jnp.bfloat16))
+    return [draw(key) for key in jax.random.split(jax.random.key(0), CALLS)]
+
+
 def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
     rng = np.random.default_rng(0)
-    keys = jax.random.split(jax.random.key(0), CALLS)
-    # Drawn as float32: a bfloat16 draw has so few values that hundreds of ids would share the greatest.
-    logits = [jax.jit(lambda k: (jax.random.normal(k, (batch, vocab)) * 3).astype(jnp.bfloat16))(key) for key in keys]
     prompt_len = rng.integers(1, width // 2, batch)
     length = rng.integers(width // 2, width, batch)
     records, lists = [], np.zeros((batch, DEFAULT_LIST_SIZES.width), np.int32)
@@ -167,9 +171,9 @@ def build(case: Case, batch: int, vocab: int, width: int) -> Inputs:
         records.append(record[len(REQUEST_FIELDS) :])
         lists[row, writes[:, 0]] = writes[:, 1]
     tokens = np.minimum(rng.zipf(1.3, (batch, width)), vocab) - 1
-    allowed = rng.random((batch, vocab)) < (1.0 if case.allows is None else case.allows)
+    allowed = np.ones((batch, vocab), bool) if case.allows is None else rng.random((batch, vocab)) < case.allows
     return Inputs(
-        logits,
+        random_logits(batch, vocab),
         SamplingState(jnp.asarray(np.stack(records)), jnp.asarray(lists), reports=case.reports),
         jnp.asarray(length, jnp.int32),
         History(jnp.asarray(tokens, jnp.int32), jnp.arange(batch), jnp.asarray(prompt_len, jnp.int32)),
