@@ -62,14 +62,15 @@ class StepInput:
     def pack_with(self, block_writes: np.ndarray, bucket: Bucket) -> np.ndarray:
         """A fresh upload of this batch with these blocks, i32[N, 4], which are of distinct cells. All but the blocks is
         packed once, however often the batch runs."""
-        packed = self._packed.get(bucket)
-        if packed is None:
+        if (known := self._packed.get(bucket)) is None:
             check_fits(self, bucket)
-            packed = self._packed[bucket] = self.layout(bucket).pack(self._batch_sections(bucket))
-        return self.layout(bucket).with_rows(packed, "block_writes", block_writes, counted_in="num_block_writes")
+            layout = self.layout(bucket)
+            known = self._packed[bucket] = layout, layout.pack(self._batch_sections(bucket))
+        layout, packed = known
+        return layout.with_rows(packed, "block_writes", block_writes, counted_in="num_block_writes")
 
     @functools.cached_property
-    def _packed(self) -> dict[Bucket, np.ndarray]:
+    def _packed(self) -> dict[Bucket, tuple[Layout, np.ndarray]]:
         """Uploads without block writes."""
         return {}
 

@@ -140,7 +140,7 @@ ROWS = (
     Mutation(
         "host runner: a step without a token counts",
         PACKAGE + "flights.py",
-        "self._undo(flown[np.asarray(output.failed)[places]])",
+        "self._undo(flown[np.asarray(failed)[places]])",
         "pass",
         (CASES + "test_a_request_without_an_id_left_is_as_before_although_a_later_step_was_launched",),
     ),
