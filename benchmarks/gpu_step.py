@@ -6,8 +6,8 @@
 tokens of the step before. Every request starts at a context of about 1010 tokens whose KV is taken as computed; 12
 steps warm up, 60 are timed. `.../sampled`: with temperature, top_k, top_p and all penalties. `prefill/...`: from the
 scheduling of new requests to their first tokens on the host, the whole prompts in one step. `decode_loop/...`: one step
-of `decode_loop`, LOOP_STEPS in a call. `decode/tiny-peer`: a model so small that the host bounds it, in turns between
-two runs of `benchmarks.calibration`.
+of `decode_loop`, LOOP_STEPS in a call, with the options that its bucket has in an engine. `decode/tiny-peer`: a model
+so small that the host bounds it, in turns between two runs of `benchmarks.calibration`.
 
 Each row says which implementation of each op its executables hold (`kernels`: calls in their text), and what memory
 they need: `memory_bytes` are the arrays held while it was timed and the largest temporary, `peak_bytes` the most that
@@ -207,7 +207,7 @@ def measure_loop(weights: Callable[[], Any], batch: int, row: Row) -> Row:
         return decode_loop(LLAMA3_8B, weights, state, rows, steps=LOOP_STEPS, bucket=bucket)
 
     lowered = jax.jit(loop, donate_argnums=1).lower(weights(), state)
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=jaxrunner.compiler_options(bucket))
 
     def call() -> None:
         nonlocal state

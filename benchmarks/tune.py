@@ -4,8 +4,8 @@
 
 Every candidate's result is first compared with that of the kernel's rule, then both are timed as `gpu_kernels.py` times
 them; one that is faster by LEAST_GAIN is written. Sizes of a decode must also be no slower where one request has many
-more keys than the others (`skewed`), which is what splitting keys is for. Shapes of the file that are not measured in
-this run stay in it.
+more keys than the others, or a lone one many more (`skewed`), which is what splitting keys is for. Shapes of the file
+that are not measured in this run stay in it.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def candidates(case: Case) -> list[dict[str, Any]]:
     return found
 
 
-def skewed(case: Case) -> Case | None:
-    """As many keys as in a uniform decode, up to three quarters of them one request's; None for a lone request."""
+def skewed(case: Case) -> Case:
+    """As many keys as in a uniform decode, up to three quarters of them one request's; a lone request is longer."""
     batch, (_, ctx) = len(case.requests), case.requests[0]
     if batch == 1:
-        return None
+        return dataclasses.replace(case, requests=((1, 8 * ctx),))
     longest = min(8 * ctx, batch * ctx * 3 // 4)
     others = (batch * ctx - longest) // (batch - 1)
     return dataclasses.replace(case, requests=((1, longest), *((1, others),) * (batch - 1)))
