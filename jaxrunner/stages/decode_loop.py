@@ -74,7 +74,8 @@ def decode_loop(
     tokens long, or when its reserved blocks are full. With return_reasons a `StopReason` for each row, i32[B], follows.
 
     state: not donated; call this in your own `jax.jit` with the state donated and the KV cache is updated in place, by
-    either kind (without donation there is one more copy of it). No compiler flag is needed.
+    either kind (without donation there is one more copy of it). No compiler flag is needed; on a GPU the jit's
+    `compiler_options=jaxrunner.compiler_options(bucket)` give it the matrix products that an engine's step has.
     rows: distinct state rows with one token to run, i.e. after their prefill; a list or a traced array. Their blocks
     are taken before: `state = jaxrunner.reserve(state, rows, steps)`.
     logits_processors, sampler: as in `step`. The rows that still run stand before those that have stopped, which are
