@@ -55,6 +55,7 @@ class Scheduler:
         self._slot_of: dict[str, int] = {}
         self._request_at: list[Request | None] = [None] * config.max_num_seqs
         self._order = np.zeros(0, np.int64)
+        self._is_ordered = True
         self._decodes: TokenCounts | None = None
         self._ids: list[str] = []
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -184,6 +185,8 @@ class Scheduler:
     def _schedule_running(self) -> tuple[CachedRequestData, np.ndarray, np.ndarray]:
         columns = self.columns
         while True:
+            if not self._is_ordered:
+                self._reorder()
             slots, ids = self._order, self._ids
             counts = np.minimum(columns.planned[slots], columns.final[slots] - 1) - columns.computed[slots]
             counts = self._within_budget(counts)
@@ -296,7 +299,7 @@ class Scheduler:
             request.num_cached_tokens = computed
         self.running[request.request_id] = request
         self._slot_of[request.request_id], self._request_at[slot] = slot, request
-        self._reorder()
+        self._is_ordered = False
         return slot
 
     def _retire(self, request_id: str, into: set[str]) -> None:
@@ -308,12 +311,14 @@ class Scheduler:
         self.pool.free(self.columns.blocks_of(slot))
         self._free_slots.append(slot)
         into.add(request_id)
-        self._reorder()
+        self._is_ordered = False
 
     def _reorder(self) -> None:
+        """Once a plan, however many requests have come and gone since the last."""
         ordered = sorted(self.running.values(), key=lambda r: r.order)
         self._ids, self._decodes = [r.request_id for r in ordered], None
-        self._order = np.fromiter((self._slot_of[i] for i in self._ids), np.int64, len(ordered))
+        self._order = np.fromiter(map(self._slot_of.__getitem__, self._ids), np.int64, len(ordered))
+        self._is_ordered = True
 
     def _advance(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Count a planned step: computed tokens, and one more planned token where it will sample. Returns where."""

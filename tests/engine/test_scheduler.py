@@ -296,3 +296,19 @@ def test_decodes_of_the_same_requests_share_their_numbers_of_tokens():
     assert engine.step().num_scheduled_tokens == {"a": 1, "b": 1, "c": 1}
     assert engine.step().num_scheduled_tokens == {"a": 1, "b": 1, "c": 1}
     engine.run()
+
+
+def test_requests_that_come_and_go_are_put_in_order_once_a_plan(monkeypatch):
+    """Sorting all of them for each one that comes or goes took most of a plan's time."""
+    engine, sorts = Engine(), []
+    reorder = engine.scheduler._reorder
+    monkeypatch.setattr(engine.scheduler, "_reorder", lambda: (sorts.append(None), reorder()))
+    for name in "abc":
+        engine.add(name, [1, 2, 3], max_tokens=2)
+    engine.step()  # all three come
+    assert engine.step().num_scheduled_tokens == {"a": 1, "b": 1, "c": 1}  # and end
+    assert len(sorts) == 1
+    engine.add("d", [4], max_tokens=2)
+    assert engine.step().num_scheduled_tokens == {"d": 1}
+    assert len(sorts) == 2
+    engine.run()
