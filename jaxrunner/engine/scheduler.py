@@ -52,6 +52,7 @@ class Scheduler:
         self.columns = Columns(config.max_num_seqs, config.max_model_len, config.block_size, max_stop_ids)
         self.running: dict[str, Request] = {}
         self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._waiting_ids: set[str] = set()
         self._slot_of: dict[str, int] = {}
         self._request_at: list[Request | None] = [None] * config.max_num_seqs
         self._order = np.zeros(0, np.int64)
@@ -83,10 +84,14 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises AdmissionError if it could never run."""
         self._check(request)
-        if request.request_id in self.running or any(r.request_id == request.request_id for _, r in self._waiting):
+        if request.request_id in self.running or request.request_id in self._waiting_ids:
             raise AdmissionError(f"request id {request.request_id!r} is already in use")
         request.arrival = next(self._arrivals)
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
         heapq.heappush(self._waiting, (request.order, request))
+        self._waiting_ids.add(request.request_id)
 
     def replace(self, request: Request) -> None:
         """Put `request` in the place of one with the same id, running or waiting (a streaming update)."""
@@ -101,11 +106,12 @@ class Scheduler:
             self.sync(request)
             self._retire(request_id, self._finished)
         else:
-            request = next((r for _, r in self._waiting if r.request_id == request_id), None)
-            if request is None:
+            if request_id not in self._waiting_ids:
                 return None
+            request = next(r for _, r in self._waiting if r.request_id == request_id)
             self._waiting = [item for item in self._waiting if item[1] is not request]
             heapq.heapify(self._waiting)
+            self._waiting_ids.discard(request_id)
             if request.num_preemptions:
                 self._finished.add(request_id)  # the runner keeps something of it until it hears of its end
         request.finish_reason = "abort"
@@ -236,7 +242,7 @@ class Scheduler:
         self.sync(request)
         request.num_preemptions += 1
         self._retire(request_id, self._preempted)
-        heapq.heappush(self._waiting, (request.order, request))
+        self._enqueue(request)
 
     def _admit(self, budget: int) -> tuple[list[NewRequestData], list[int], list[int]]:
         new, slots, counts = [], [], []
@@ -248,6 +254,7 @@ class Scheduler:
             if needed > self.pool.num_free - sum(self.pool.ref_count[b] == 0 for b in hit):
                 break
             heapq.heappop(self._waiting)
+            self._waiting_ids.discard(request.request_id)
             self.pool.share(hit)
             blocks = hit + self.pool.allocate(needed)
             computed = len(hit) * self.config.block_size

@@ -312,3 +312,19 @@ def test_requests_that_come_and_go_are_put_in_order_once_a_plan(monkeypatch):
     assert engine.step().num_scheduled_tokens == {"d": 1}
     assert len(sorts) == 2
     engine.run()
+
+
+def test_an_id_is_in_use_while_its_request_waits_or_runs_and_free_after():
+    engine = Engine()
+    for _ in range(2):  # runs to its end
+        engine.add("a", [1, 2, 3], max_tokens=2)
+        engine.step()
+        with pytest.raises(AdmissionError, match="already in use"):
+            engine.add("a", [4])
+        engine.run()
+    for _ in range(2):  # is aborted while it waits
+        engine.add("b", [1, 2, 3])
+        with pytest.raises(AdmissionError, match="already in use"):
+            engine.add("b", [4])
+        engine.scheduler.abort("b")
+    assert not engine.scheduler.has_unfinished
