@@ -6,7 +6,8 @@
 tokens of the step before. Every request starts at a context of about 1010 tokens whose KV is taken as computed; 12
 steps warm up, 60 are timed. `.../sampled`: with temperature, top_k, top_p and all penalties. `prefill/...`: from the
 scheduling of new requests to their first tokens on the host, the whole prompts in one step. `decode_loop/...`: one step
-of `decode_loop`, LOOP_STEPS in a call, with the options that its bucket has in an engine. `decode/tiny-peer`: a model
+of `decode_loop`, LOOP_STEPS in a call, with the options that its bucket has in an engine, and `engine`, the engine's
+right before, as a GPU that has been busy for long is slower. `decode/tiny-peer`: a model
 so small that the host bounds it, in turns between two runs of `benchmarks.calibration`.
 
 Each row says which implementation of each op its executables hold (`kernels`: calls in their text), and what memory
@@ -197,6 +198,10 @@ def measure_prefill(weights: Callable[[], Any], lengths: tuple[int, ...], row: R
 
 
 def measure_loop(weights: Callable[[], Any], batch: int, row: Row) -> Row:
+    engine = measure_decode(weights, batch, GREEDY, {})
+    if "void" in engine:
+        return row | {"void": f"the engine's: {engine['void']}"}
+    row = row | {"engine": engine["value"]}
     prompts = step_check.random_prompts(LLAMA3_8B, (CONTEXT + 1,) * batch)
     total = LOOP_STEPS * (LOOP_CALLS + 1) + 1
     state, rows = step_check.computed_state(LLAMA3_8B, prompts, CONTEXT, room=total)
