@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from jaxrunner import SamplingParams, ThinkingTokens
 from jaxrunner.sampling.constraints import constrain, has_no_id
@@ -82,7 +82,19 @@ def test_any_mixture_equals_the_oracle(batch):
             assert result[i].tobytes() == np.float32(logits[i]).tobytes(), "a row that asks for nothing"
 
 
+def below_best(row) -> np.ndarray:
+    """What `temperature.scale` starts from. Beside an id that a thinking budget forces, which gets 1e9, all others are
+    equal in float32."""
+    row = np.float32(row)
+    return row - row.max() if np.isfinite(row.max()) else row
+
+
+DEAD = ([-np.inf] * VOCAB, {}, [0], 1)
+FORCED = ([*[-np.inf] * 4, -1.5, -1.5, 0.0], {"thinking_token_budget": 0}, [3, 4], 1)
+
+
 @settings(max_examples=100, deadline=None)
+@example([(DEAD, 0.0, 0, 0.3)] * (ROWS - 1) + [(FORCED, 0.4, 3, 1.0)])
 @given(
     st.lists(
         st.tuples(rows, st.sampled_from([0.0, 0.4, 1.0]), st.sampled_from([0, 1, 3]), st.sampled_from([0.3, 0.8, 1.0])),
@@ -94,14 +106,14 @@ def test_a_sampling_mask_is_what_the_token_was_drawn_from(batch):
     """Constraints, then filters; and a token of a row that has one is among its ids."""
     logits, requests, tokens, prompt_len = map(list, zip(*(row for row, *_ in batch), strict=True))
     prompt_len = [min(n, len(known)) for n, known in zip(prompt_len, tokens, strict=True)]
-    for request, (_, temperature, top_k, top_p) in zip(requests, batch, strict=True):
-        request |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    asked = [{"temperature": temperature, "top_k": top_k, "top_p": top_p} for _, temperature, top_k, top_p in batch]
+    requests = [request | more for request, more in zip(requests, asked, strict=True)]
     out = sample(*inputs(logits, requests, tokens, prompt_len))
     bits = np.unpackbits(np.asarray(out.sampling_mask).view(np.uint8), axis=1, bitorder="little")
     assert bits.shape == (ROWS, 32)
     for i, row in enumerate(expected(logits, requests, tokens, prompt_len)):
         mask = set(np.flatnonzero(bits[i]).tolist())
-        sets = [oracle.kept(np.float32(row), requests[i], slack=slack) for slack in (-1e-5, 1e-5)]
+        sets = [oracle.kept(below_best(row), requests[i], slack=slack) for slack in (-1e-5, 1e-5)]
         assert sets[0] <= mask <= sets[1]
         assert bool(out.no_id_left[i]) == (not mask)
         assert not mask or int(out.token_ids[i]) in mask
