@@ -39,6 +39,7 @@ from jaxrunner.pallas.attention_mosaic import (
     widen,
 )
 from jaxrunner.pallas.tuned_sizes import sizes_for
+from jaxrunner.sampling.best_ids import best_ids
 from jaxrunner.state.kv_cache import KEY, VALUE
 
 STAGES = 2
@@ -78,14 +79,8 @@ def tiles_of_share(tiles: jax.Array, ctas: int, splits: int, min_tiles: int) -> 
 
 
 def longest_first(tiles: jax.Array) -> jax.Array:
-    """i32[B], the requests in the order of their key tiles, i32[B], most first: what is begun last should be short.
-
-    By counting, which is two small kernels where a sort is many.
-    """
-    number = jnp.arange(len(tiles), dtype=jnp.int32)
-    is_before = (tiles > tiles[:, None]) | ((tiles == tiles[:, None]) & (number < number[:, None]))
-    rank = is_before.sum(axis=1, dtype=jnp.int32)
-    return jnp.where(rank == number[:, None], number, 0).sum(axis=1, dtype=jnp.int32)
+    """i32[B], the requests in the order of their key tiles, i32[B], most first: what is begun last should be short."""
+    return best_ids(tiles[None].astype(jnp.float32), len(tiles))[0]
 
 
 class _Share(NamedTuple):
