@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.compile.buckets import Bucket, Tier
+from jaxrunner.compile.buckets import Bucket, Tier, forbids_ids
 from jaxrunner.compile.ladder import FUSED_REQS, Ladder, geometric
 from jaxrunner.models.model import Model
 from jaxrunner.pallas.custom_attention import custom
@@ -94,7 +94,7 @@ class Programs(abc.ABC):
         self.ladder = ladder
         self.implementation = implementation
         self.custom = custom
-        self.has_custom = custom != NO_CUSTOM
+        self._has_custom = custom != NO_CUSTOM
         self._weights, self._state = _shapes(weights), _shapes(state)
         self._admit_sizes = admit_sizes
 
@@ -149,6 +149,10 @@ class Programs(abc.ABC):
         at."""
         fused = bucket.num_reqs <= FUSED_REQS and not has_grammar and not jax.config.jax_debug_nans
         return _first(bucket, fused)
+
+    def may_forbid(self, tier: Tier, *, has_grammar: bool) -> bool:
+        """Whether anything can forbid ids to a request that is sampled in this tier, see `StepOutput.failures`."""
+        return has_grammar or self._has_custom or forbids_ids(tier)
 
     def finish(self, num_reqs: int, tier: Tier) -> Program:
         return _finish(self.ladder.finish_rung(num_reqs, tier), tier)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.profiler import TraceAnnotation
 
-from jaxrunner.compile.buckets import Tier, forbids_ids
+from jaxrunner.compile.buckets import Tier
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.executable_cache import open_cache
 from jaxrunner.compile.ladder import Ladder
@@ -264,7 +264,7 @@ class HostRunner:
         asked = planned.metadata.asked
         if planned.prompt is not None:
             asked = self._score_prompts(planned, planned.prompt)
-        may_forbid = has_grammar or self.table.programs.has_custom or forbids_ids(planned.tier)
+        may_forbid = self.table.programs.may_forbid(planned.tier, has_grammar=has_grammar)
         self._flights.add(output, may_forbid=may_forbid)
         options: dict[str, Any] = {"may_forbid": may_forbid, "starts_copy": self.config.async_scheduling}
         return AsyncOutput(planned.metadata.ids, output, asked, annotate=self.annotate, **options)

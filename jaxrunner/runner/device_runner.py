@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.profiler import TraceAnnotation
 
-from jaxrunner.compile.buckets import Bucket, Tier, forbids_ids
+from jaxrunner.compile.buckets import Bucket
 from jaxrunner.compile.entry import Entry
 from jaxrunner.compile.executable_cache import open_cache
 from jaxrunner.compile.ladder import Ladder
@@ -271,13 +271,11 @@ class DeviceRunner:
                 pending = parked.pending.last_tokens
                 self.state, output = self.table.call(entry, self.weights, self.state, pending, bitmask)
         asked = facts.asked if parked.prompt is None else self._score_prompts(parked, parked.prompt)
-        may_forbid, is_async = facts.has_grammar or self._may_forbid(facts.tier), self.config.async_scheduling
+        may_forbid = self.table.programs.may_forbid(facts.tier, has_grammar=facts.has_grammar)
+        is_async = self.config.async_scheduling
         return AsyncOutput(
             parked.ids, output, asked, may_forbid=may_forbid, starts_copy=is_async, annotate=self.annotate
         )
-
-    def _may_forbid(self, tier: Tier) -> bool:
-        return self.table.programs.has_custom or forbids_ids(tier)
 
     def _prompt_tokens(self, rows: np.ndarray, counts: np.ndarray) -> AskedTokens | None:
         if not len(self._prompts):
