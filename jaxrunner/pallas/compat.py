@@ -247,11 +247,13 @@ def kernel(
     thread_name: str | None = None,
     approx_math: bool = False,
     auto_barriers: bool = True,
+    reduction_bytes: int = 2048,
 ) -> Callable[..., Any]:
     """`plgpu.kernel`: `body` gets references to the operands, the outputs and the scratch of one CTA.
 
     Its name is the kernel's name in a profile. approx_math: exp2, tanh and the like by the special function unit.
     auto_barriers: a barrier of the warpgroup around each ordinary store; without, `commit` has to order them.
+    reduction_bytes: shared memory for reductions across warps, of which 1024 are what one register a thread needs.
     Raises ImplementationError with the reason where it cannot be traced.
     """
     if reason := refusal():
@@ -264,7 +266,11 @@ def kernel(
         scratch_types=scratch_types,
         num_threads=num_threads,
         thread_name=thread_name,
-        compiler_params=plgpu.CompilerParams(approx_math=approx_math, unsafe_no_auto_barriers=not auto_barriers),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=approx_math,
+            unsafe_no_auto_barriers=not auto_barriers,
+            reduction_scratch_bytes=reduction_bytes,
+        ),
     )
 
 
