@@ -18,10 +18,9 @@ from jaxtyping import Array, Float, Int32
 
 from jaxrunner.models.layers import linear, rms_norm, rotary_table
 from jaxrunner.models.model import LayerSpec, Model
-from jaxrunner.pallas.attention import attention
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
+from jaxrunner.pallas.attention_with_rope import attention_with_rope
 from jaxrunner.pallas.implementation import Implementation
-from jaxrunner.pallas.rope_kv_write import rope_kv_write
 from jaxrunner.pallas.target import target
 
 
@@ -104,22 +103,14 @@ def _layer(
     qkv = linear(h, w["qkv"], w.get("qkv_bias")).reshape(tokens, -1, model.head_dim)
     implementation = _thawed(implementation)
     norms = {"q_norm": w["q_norm"], "k_norm": w["k_norm"]} if model.qk_norm else {}
-    q, cache = rope_kv_write(
+    attended, cache = attention_with_rope(
         qkv,
         cache,
         layer,
-        metadata.slot_mapping,
+        metadata,
         rope if spec.rope else None,
         **norms,
         eps=model.rms_norm_eps,
-        kv_scales=kv_scales,
-        implementation=implementation,
-    )
-    attended = attention(
-        q,
-        cache,
-        layer,
-        metadata,
         scale=model.head_dim**-0.5,
         window=spec.window,
         kv_scales=kv_scales,

@@ -55,8 +55,6 @@ def attention(
 
     Raises ImplementationError where a named implementation cannot run or take this case.
     """
-    from jaxrunner.pallas import attention_mosaic, attention_triton
-
     kv_scales = scales_for(blocks, kv_scales)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if kv_scales is not None:
@@ -64,11 +62,7 @@ def attention(
     if attend := custom_attention.custom(implementation):
         return custom_attention.call(attend, q, blocks, layer, metadata, **options)
     run: Callable[..., Any] = attention_xla
-    against = {
-        "mosaic": attention_mosaic.reason_against(q, blocks, scale, soft_cap),
-        "triton": attention_triton.reason_against(q, blocks, soft_cap),
-    }
-    chosen = resolve("attention", implementation, against)
+    chosen = chosen_attention(q, blocks, scale, soft_cap, implementation)
     if chosen == "reference":
         from jaxrunner.pallas.attention_reference import attention_reference as run
     elif chosen == "triton":
@@ -79,6 +73,22 @@ def attention(
         else:
             from jaxrunner.pallas.attention_prefill_mosaic import ragged_attention as run
     return run(q, blocks, layer, metadata, **options)
+
+
+def chosen_attention(q: Any, blocks: Any, scale: float, soft_cap: float | None, implementation: Implementation) -> str:
+    """The implementation that `attention` takes: a name of `implementation.AVAILABLE`, or "custom" for a function.
+
+    Raises ImplementationError where a named one cannot run or take this case.
+    """
+    from jaxrunner.pallas import attention_mosaic, attention_triton
+
+    if custom_attention.custom(implementation):
+        return "custom"
+    against = {
+        "mosaic": attention_mosaic.reason_against(q, blocks, scale, soft_cap),
+        "triton": attention_triton.reason_against(q, blocks, soft_cap),
+    }
+    return resolve("attention", implementation, against)
 
 
 def attention_xla(q, blocks, layer, metadata, *, scale, window=None, soft_cap=None, sinks=None, kv_scales=None):

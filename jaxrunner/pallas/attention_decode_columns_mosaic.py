@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrunner.pallas import compat
-from jaxrunner.pallas.attention_mosaic import NEG_INF, Geometry, clear_tail
-from jaxrunner.pallas.attention_shares import Arrays, Call, Keys, Place
+from jaxrunner.pallas.attention_mosaic import NEG_INF, Geometry, clear_tail, value_offset
+from jaxrunner.pallas.attention_shares import Arrays, Call, Fresh, Keys, Place
+from jaxrunner.pallas.rope_kv_write_mosaic import rotated_halves
 
 MOST_QUERIES = 16
 TILE_BYTES = 16 * 1024
@@ -28,6 +29,11 @@ def takes(geometry: Geometry, query_len: int) -> bool:
     queries = min(query_len, geometry.tokens) * geometry.heads
     tile = geometry.tile_kv * geometry.head_dim * 2
     return not geometry.float8 and queries <= MOST_QUERIES and tile <= TILE_BYTES and geometry.head_dim % 64 == 0
+
+
+def takes_projection(geometry: Geometry) -> bool:
+    """Whether the kernel also takes one new token of each request as its projection left it: halves are staged whole."""
+    return takes(geometry, 1) and geometry.head_dim == 2 * WIDTH and geometry.head_tiles == 1
 
 
 def stages(geometry: Geometry) -> int:
@@ -84,7 +90,14 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
     for number in range(slots):
         fetch_number(jnp.int32(0), number)
 
-    _load_queries(arrays.q, q_tile, staging, call, keys, head)
+    fresh = arrays.q if isinstance(arrays.q, Fresh) else None
+    if fresh is None:
+        _load_queries(arrays.q, q_tile, staging, call, keys, head)
+    else:
+        _load_rotated(fresh, q_tile, staging, call, request, head)
+        is_last = (share.tiles > 0) & (keys.first_key(share.tiles) >= keys.seq_len)
+        compat.when(is_last)(lambda: _write_new(fresh, arrays, call, keys, request))
+        new_key, new_value = _new_rows(fresh, arrays, call, keys, request)
 
     def across(vector, rows):
         return compat.spread(vector, (rows, columns), 1, layout)
@@ -94,6 +107,9 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
         first_key = keys.first_key(i)
         slot = slot_of(i, 0)
         compat.wait(full.at[slot])
+        if fresh is not None:
+            newest = keys.seq_len - 1 - first_key
+            compat.when(newest < tile_kv)(lambda: _insert(tiles.at[slot], new_key.at[keys.head], newest))
         scores = compat.matmul(tiles.at[slot], q_tile.T)
         scores = options.capped(scores) * options.factor
         scores = jnp.where(_visible(call, first_key, keys.first_position, window), scores, NEG_INF)
@@ -110,7 +126,10 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
         slot = slot_of(i, 1)
         tile = tiles.at[slot]
         compat.wait(full.at[slot])
-        compat.when(first_key + tile_kv > keys.seq_len)(lambda: clear_tail(tile, keys.seq_len - first_key))
+        if fresh is not None:
+            compat.when(newest < tile_kv)(lambda: _insert(tile, new_value.at[keys.head], newest))
+        else:
+            compat.when(first_key + tile_kv > keys.seq_len)(lambda: clear_tail(tile, keys.seq_len - first_key))
         product = compat.matmul(tile.T, p_tile.T)
         return acc * across(keep, head_dim) + product, new_top, total
 
@@ -195,6 +214,61 @@ def _load_queries(source: Any, target: Any, staging: Any, call: Call, keys: Keys
         compat.commit()
         target[:, part] = compat.load(staging.at[:, here], layout=whole, optimized=False).astype(geometry.dtype)
         compat.commit()
+
+
+def _load_rotated(fresh: Fresh, target: Any, staging: Any, call: Call, token: jax.Array, head: jax.Array) -> None:
+    """`_load_queries` of a projection: normed and rotated on the way."""
+    geometry = call.geometry
+    refs = _rope_of(fresh, token)
+    heads_ref = fresh.qkv.at[token, compat.ds(head * geometry.heads, geometry.heads)]
+    whole = compat.rows_layout(columns_of(call), WIDTH, 4, in_smem=True)
+    for part, value in rotated_halves(heads_ref, refs, fresh.q_norm, fresh.eps):
+        staging[compat.ds(0, geometry.heads), compat.ds(0, WIDTH)] = value.astype(jnp.float32)
+        compat.commit()
+        rows = compat.load(staging.at[:, compat.ds(0, WIDTH)], layout=whole, optimized=False)
+        target[:, part] = rows.astype(geometry.dtype)
+        compat.commit()
+
+
+def _rope_of(fresh: Fresh, token: jax.Array) -> tuple[Any, Any] | None:
+    return None if fresh.rope is None else tuple(ref.at[token] for ref in fresh.rope)  # type: ignore[return-value]
+
+
+def _new_rows(fresh: Fresh, arrays: Arrays, call: Call, keys: Keys, token: jax.Array) -> tuple[Any, Any]:
+    """Where the cache holds the new token's key and value, [KVH, D] each."""
+    geometry, slot = call.geometry, jnp.maximum(fresh.slots[token], 0)
+    block, offset = lax.div(slot, jnp.int32(geometry.block_size)), lax.rem(slot, jnp.int32(geometry.block_size))
+    page = (keys.base + block) * (geometry.block_size // geometry.page) + lax.div(offset, jnp.int32(geometry.page))
+    row = lax.rem(offset, jnp.int32(geometry.page))
+    return arrays.kv.at[page, row], arrays.kv.at[page + value_offset(geometry), row]
+
+
+def _write_new(fresh: Fresh, arrays: Arrays, call: Call, keys: Keys, token: jax.Array) -> None:
+    """The new token's key, normed and rotated, and value into the cache."""
+    geometry = call.geometry
+    key_ref, value_ref = _new_rows(fresh, arrays, call, keys, token)
+    first = geometry.num_heads + keys.head
+    rows = [fresh.qkv.at[token, compat.ds(first + i * geometry.num_kv_heads, 1)] for i in range(2)]
+    layout = compat.rows_layout(1, WIDTH, geometry.dtype.itemsize)
+    for part, key in rotated_halves(rows[0], _rope_of(fresh, token), fresh.k_norm, fresh.eps):
+        value = compat.load(rows[1].at[:, part], layout=layout, optimized=False)
+        key_ref[compat.ds(keys.head, 1), part] = key
+        value_ref[compat.ds(keys.head, 1), part] = value
+    compat.commit()
+
+
+def _insert(tile: Any, new_ref: Any, newest: jax.Array) -> None:
+    """The new token's key or value as row `newest` of a tile, zeros behind it: a probability of 0 does not remove a
+    NaN. What is in the cache by now may not have been when the tile was copied."""
+    layout = compat.tile_layout()
+    for start in range(0, tile.shape[1], WIDTH):
+        part = tile.at[:, compat.ds(start, WIDTH)]
+        value = compat.load(part, layout=layout, optimized=False)
+        new = compat.load(new_ref.at[compat.ds(start, WIDTH)], layout=layout.reduce(0), optimized=False)
+        rows = compat.index_of(value.shape, 0)
+        value = jnp.where(rows < newest, value, jnp.zeros_like(value))
+        part[...] = jnp.where(rows == newest, compat.spread(new, value.shape, 1, layout), value)
+    compat.commit()
 
 
 def _store_results(result: jax.Array, tile: Any, staging: Any, call: Call, put: Any) -> None:

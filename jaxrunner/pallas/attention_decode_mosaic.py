@@ -9,6 +9,7 @@ softmax sum, and a second kernel combines them (and returns at once where there 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax import lax
 
 from jaxrunner.pallas import attention_decode_columns_mosaic as by_columns
 from jaxrunner.pallas import attention_decode_rows_mosaic as by_rows
-from jaxrunner.pallas import compat
+from jaxrunner.pallas import compat, implementation
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.pallas.attention_mosaic import (
     NEG_INF,
@@ -32,6 +33,7 @@ from jaxrunner.pallas.attention_mosaic import (
 from jaxrunner.pallas.attention_shares import (
     Arrays,
     Call,
+    Fresh,
     Place,
     default_splits,
     longest_first,
@@ -68,6 +70,72 @@ def decode_attention(
     Raises ImplementationError where the kernels cannot run or take this case.
     """
     refuse(q, blocks, scale, soft_cap)
+    options = Options(scale, window, soft_cap)
+    sizes = {"num_splits": num_splits, "tile_kv": tile_kv, "stages": stages, "min_tiles": min_tiles}
+    return _decode(q, None, blocks, layer, metadata, options, sinks, kv_scales, **sizes)[0]
+
+
+def decode_attention_with_rope(
+    qkv: jax.Array,
+    blocks: jax.Array,
+    layer: jax.Array,
+    metadata: AttentionMetadata,
+    rope: tuple[jax.Array, jax.Array] | None,
+    *,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    scale: float,
+    window: int | None = None,
+    num_splits: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `attention_with_rope` for the arguments and the result, `decode_attention` for num_splits.
+
+    Raises ImplementationError where the kernels cannot run or take this case.
+    """
+    queries = qkv[:, : qkv.shape[1] - 2 * blocks.shape[4]]
+    refuse(queries, blocks, scale, None)
+    implementation.refuse("attention_with_rope", "mosaic", None, reason_against_rope(qkv, blocks, metadata))
+    norms = [] if q_norm is None else [q_norm, k_norm]
+    operands = [qkv, metadata.slot_mapping, *(rope or ()), *norms]
+
+    def fresh_of(refs):
+        qkv_ref, slots_ref, *refs = refs
+        rope_refs, norm_refs = (tuple(refs[:2]), refs[2:]) if rope else (None, refs)
+        return Fresh(qkv_ref, slots_ref, rope_refs, *(norm_refs or (None, None)), eps)
+
+    options = Options(scale, window, None)
+    return _decode(queries, (operands, fresh_of), blocks, layer, metadata, options, None, None, num_splits=num_splits)
+
+
+def reason_against_rope(qkv: Any, blocks: Any, metadata: AttentionMetadata) -> str | None:
+    """Why the kernel cannot take a projection as it is, whatever `attention_mosaic.reason_against` says; or None."""
+    num_heads, head_dim = qkv.shape[1] - 2 * blocks.shape[4], qkv.shape[2]
+    if metadata.query_len != 1:
+        return "it needs one token of each request"
+    if qkv.dtype != blocks.dtype:
+        return f"it needs a cache of the projection's type, not {qkv.dtype} and {blocks.dtype}"
+    tile_kv = default_tile_kv(head_dim, prefill=False)
+    geometry = Geometry(num_heads, *blocks.shape[4:], *blocks.shape[3:1:-1], tile_kv, blocks.dtype, qkv.dtype)
+    return None if by_columns.takes_projection(geometry) else "it needs heads of 128 and at most 16 of them a KV head"
+
+
+def _decode(
+    q: Any,
+    fresh: tuple[list[jax.Array], Callable[[Any], Fresh]] | None,
+    blocks: jax.Array,
+    layer: jax.Array,
+    metadata: AttentionMetadata,
+    options: Options,
+    sinks: jax.Array | None,
+    kv_scales: jax.Array | None,
+    *,
+    num_splits: int | None = None,
+    tile_kv: int | None = None,
+    stages: int | None = None,
+    min_tiles: int = MIN_TILES_OF_SPLIT,
+) -> tuple[jax.Array, jax.Array]:
+    """(result, blocks). fresh: operands and what makes a `Fresh` of their references, in place of q."""
     num_heads, head_dim = q.shape[1:]
     num_blocks, block_size, num_kv_heads = blocks.shape[2:5]
     shape = shape_of(q, blocks, metadata.query_len)
@@ -83,7 +151,7 @@ def decode_attention(
     at_once = kernel.ctas_of_sm(geometry) * (target().num_cores or NUM_CORES)
     splits = num_splits or tuned.get("num_splits") or default_splits(batch, head_tiles * token_tiles, at_once)
     stages = stages or tuned.get("stages") or kernel.stages(geometry)
-    call = Call(geometry, Options(scale, window, soft_cap), query_len, tokens, splits, stages)
+    call = Call(geometry, options, query_len, tokens, splits, stages)
 
     partial_shape = (batch, token_tiles, head_tiles, splits, tokens * geometry.heads, head_dim)
     out_type = [jax.ShapeDtypeStruct((batch * query_len, head_tiles, geometry.heads, head_dim), q.dtype)]
@@ -98,15 +166,20 @@ def decode_attention(
     # In one round all CTAs begin at once.
     order = longest_first(last - first) if batch * head_tiles * token_tiles > at_once else None
 
-    def attention_decode(q_ref, kv_ref, layer_ref, table, seq_lens, largest_ref, sinks_ref, *refs):
+    q_operands, fresh_of = ([geometry.queries(q)], None) if fresh is None else fresh
+    pages = geometry.pages(blocks)
+
+    def attention_decode(layer_ref, table, seq_lens, largest_ref, sinks_ref, *refs):
+        q_refs, refs = refs[: len(q_operands)], refs[len(q_operands) :]
+        q_ref = q_refs[0] if fresh_of is None else fresh_of(q_refs)
         scales_ref = order_ref = None
         sinks_ref = None if sinks is None else sinks_ref
         if kv_scales is not None:
             scales_ref, refs = refs[0], refs[1:]
         if order is not None:
             order_ref, refs = refs[0], refs[1:]
-        out_ref, *partial_refs = refs[: len(out_type)]
-        scratch = refs[len(out_type) :]
+        kv_ref, out_ref, *partial_refs = refs[: 1 + len(out_type)]
+        scratch = refs[1 + len(out_type) :]
         index = lax.axis_index("cta")
         head, index = lax.rem(index, jnp.int32(head_tiles)), lax.div(index, jnp.int32(head_tiles))
         token_tile, index = lax.rem(index, jnp.int32(token_tiles)), lax.div(index, jnp.int32(token_tiles))
@@ -120,6 +193,7 @@ def decode_attention(
             kernel.attend(call, arrays, scratch, Place(b, token_tile, head, split, share))
 
     by_row = sink_rows(sinks, geometry)
+    kv = pages if fresh is None else compat.in_place(pages)
     out, *partials = compat.kernel(
         attention_decode,
         out_type=out_type,
@@ -130,20 +204,20 @@ def decode_attention(
         auto_barriers=False,
         reduction_bytes=1024,
     )(
-        geometry.queries(q),
-        geometry.pages(blocks),
         jnp.reshape(layer, (1,)),
         metadata.block_table,
         metadata.seq_lens,
         largest,
         by_row,
+        *q_operands,
         *([] if kv_scales is None else [kv_scales]),
         *([] if order is None else [order]),
+        kv,
     )
     if splits > 1:
         lengths = (metadata.seq_lens, largest)
         out = _combine(out, partials[0], partials[1], lengths, None if sinks is None else by_row, call)
-    return out.reshape(q.shape)
+    return out.reshape(q.shape), blocks if fresh is None else kv[...].reshape(blocks.shape)
 
 
 def _combine(

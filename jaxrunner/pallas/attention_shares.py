@@ -90,8 +90,25 @@ class Call:
         return Share(shares, first + start, jnp.maximum(jnp.minimum(tiles - start, each), 0))
 
 
+class Fresh(NamedTuple):
+    """References of a step whose new keys and values are not in the cache yet, see `attention_with_rope`.
+
+    qkv: [T, H + 2 * KVH, D]. slots: [T]. rope: cosines and sines, None without. Norms: [D] or None; eps: theirs.
+    """
+
+    qkv: Any
+    slots: Any
+    rope: tuple[Any, Any] | None
+    q_norm: Any
+    k_norm: Any
+    eps: float
+
+
 class Arrays(NamedTuple):
-    """References to what a kernel reads and writes; sinks, scales and partial results where there are any."""
+    """References to what a kernel reads and writes; sinks, scales and partial results where there are any.
+
+    q is a `Fresh` where queries, keys and values come as the projection left them.
+    """
 
     q: Any
     kv: Any

@@ -24,6 +24,7 @@ AVAILABLE: dict[str, tuple[str, ...]] = {
     "rope_kv_write": ("xla", "mosaic"),
     "commit": ("xla", "mosaic"),
     "attention": ("xla", "mosaic", "triton", "reference"),
+    "attention_with_rope": ("xla", "mosaic"),
     "filters": ("xla", "mosaic"),
     "best_ids": ("xla", "mosaic"),
 }
@@ -40,6 +41,7 @@ AUTOMATIC: dict[str, tuple[tuple[str, str, str], ...]] = {
         (HOPPER, "mosaic", "bfloat16 or float16 throughout, D a multiple of 16 in 32..256, blocks of 8n >= 16"),
         (SINCE_AMPERE, "triton", "with jaxrunner[triton]: bfloat16, float16 or float32 throughout, D <= 256"),
     ),
+    "attention_with_rope": ((HOPPER, "mosaic", "one token of each request, both ops Mosaic's, D = 128, H <= 16 KVH"),),
     "filters": ((HOPPER, "mosaic", "V >= 512, a multiple of 4"),),
     "best_ids": ((HOPPER, "mosaic", "V >= 512, a multiple of 4"),),
 }

@@ -38,14 +38,18 @@ def rope_kv_write(
     """
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm go together: give both or neither")
-    from jaxrunner.pallas import rope_kv_write_mosaic as mosaic
-
     kv_scales = scales_for(blocks, kv_scales)
     run: Callable[..., Any] = rope_kv_write_xla
-    reason = mosaic.reason_against(qkv, blocks)
-    if resolve("rope_kv_write", implementation, {"mosaic": reason}) == "mosaic":
-        run = mosaic.rope_kv_write_mosaic
+    if chosen_rope_kv_write(qkv, blocks, implementation) == "mosaic":
+        from jaxrunner.pallas.rope_kv_write_mosaic import rope_kv_write_mosaic as run
     return run(qkv, blocks, layer, slot_mapping, rope, q_norm=q_norm, k_norm=k_norm, eps=eps, kv_scales=kv_scales)
+
+
+def chosen_rope_kv_write(qkv: Any, blocks: Any, implementation: Implementation) -> str:
+    """The implementation that `rope_kv_write` takes. Raises ImplementationError where a named one cannot."""
+    from jaxrunner.pallas import rope_kv_write_mosaic
+
+    return resolve("rope_kv_write", implementation, {"mosaic": rope_kv_write_mosaic.reason_against(qkv, blocks)})
 
 
 def rope_kv_write_xla(qkv, blocks, layer, slot_mapping, rope, *, q_norm=None, k_norm=None, eps=1e-6, kv_scales=None):

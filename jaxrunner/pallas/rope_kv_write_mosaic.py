@@ -73,31 +73,13 @@ def rope_kv_write_mosaic(
         *extra_refs, cache, q_ref = refs
         scales_ref = None if kv_scales is None else extra_refs.pop()
         cos_ref, sin_ref, extra_refs = (None, None, extra_refs) if rope is None else (*extra_refs[:2], extra_refs[2:])
-        norm_refs = dict(zip(("q", "k"), extra_refs, strict=False))
+        norm_refs = dict(zip((kind for kind in norms if norms[kind] is not None), extra_refs, strict=False))
 
         def pair(kind, token, first):
             """A piece of q or k: its halves, normed and rotated, in the model's type."""
-            layout = compat.rows_layout(heads, half, dtype.itemsize)
-            column = layout.reduce(0)
-            here = compat.ds(first, heads)
-            parts = [compat.ds(0, half), compat.ds(half, half)]
-            x = [compat.load(qkv_ref.at[token, here, part], layout=layout, optimized=False) for part in parts]
-            x = [value.astype(jnp.float32) for value in x]
-
-            def across(vector):
-                return compat.spread(vector.astype(jnp.float32), (heads, half), 1, layout)
-
-            if norms[kind] is not None:
-                square = (x[0] * x[0]).sum(axis=1) + (x[1] * x[1]).sum(axis=1)
-                scale = compat.spread(lax.rsqrt(square * (1.0 / head_dim) + eps), (heads, half), 0, layout)
-                weights = [compat.load(norm_refs[kind].at[part], layout=column, optimized=False) for part in parts]
-                x = [(value * scale).astype(dtype).astype(jnp.float32) for value in x]
-                x = [(value * across(w)).astype(dtype).astype(jnp.float32) for value, w in zip(x, weights, strict=True)]
-            if cos_ref is not None:
-                cos = across(compat.load(cos_ref.at[token], layout=column, optimized=False))
-                sin = across(compat.load(sin_ref.at[token], layout=column, optimized=False))
-                x = [x[0] * cos - x[1] * sin, x[1] * cos + x[0] * sin]
-            return [(part, value.astype(dtype)) for part, value in zip(parts, x, strict=True)]
+            heads_ref = qkv_ref.at[token, compat.ds(first, heads)]
+            rope_refs = None if cos_ref is None else (cos_ref.at[token], sin_ref.at[token])
+            return rotated_halves(heads_ref, rope_refs, norm_refs.get(kind), eps)
 
         def load_piece(kind, token, first):
             if kind == "v":
@@ -156,6 +138,36 @@ def rope_kv_write_mosaic(
         auto_barriers=False,
     )(qkv, slot_mapping, jnp.reshape(layer, (1,)), *extra, target)
     return q, target[...].reshape(blocks.shape)
+
+
+def rotated_halves(
+    heads_ref: Any, rope_refs: tuple[Any, Any] | None, norm_ref: Any | None, eps: float
+) -> list[tuple[Any, jax.Array]]:
+    """Both halves of some heads of one token as (slice of the columns, value), normed and rotated, in their type.
+
+    heads_ref: [heads, D]. rope_refs: cosines and sines of the token, f32[D / 2]. norm_ref: [D].
+    """
+    heads, head_dim = heads_ref.shape
+    half, dtype = head_dim // 2, heads_ref.dtype
+    layout = compat.rows_layout(heads, half, dtype.itemsize)
+    column = layout.reduce(0)
+    parts = [compat.ds(0, half), compat.ds(half, half)]
+    x = [compat.load(heads_ref.at[:, part], layout=layout, optimized=False) for part in parts]
+    x = [value.astype(jnp.float32) for value in x]
+
+    def across(vector):
+        return compat.spread(vector.astype(jnp.float32), (heads, half), 1, layout)
+
+    if norm_ref is not None:
+        square = (x[0] * x[0]).sum(axis=1) + (x[1] * x[1]).sum(axis=1)
+        scale = compat.spread(lax.rsqrt(square * (1.0 / head_dim) + eps), (heads, half), 0, layout)
+        weights = [compat.load(norm_ref.at[part], layout=column, optimized=False) for part in parts]
+        x = [(value * scale).astype(dtype).astype(jnp.float32) for value in x]
+        x = [(value * across(w)).astype(dtype).astype(jnp.float32) for value, w in zip(x, weights, strict=True)]
+    if rope_refs is not None:
+        cos, sin = (across(compat.load(ref, layout=column, optimized=False)) for ref in rope_refs)
+        x = [x[0] * cos - x[1] * sin, x[1] * cos + x[0] * sin]
+    return [(part, value.astype(dtype)) for part, value in zip(parts, x, strict=True)]
 
 
 def _heads_of_piece(heads: int) -> int:

@@ -1,0 +1,108 @@
+"""Rope, KV write and attention as one kernel against the two ops that it is composed of."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner.errors import ImplementationError
+from jaxrunner.pallas import compat
+from jaxrunner.pallas.attention_metadata import AttentionMetadata
+from jaxrunner.pallas.attention_with_rope import attention_with_rope
+
+UNAVAILABLE = compat.unavailable_reason()
+needs_mosaic = pytest.mark.skipif(UNAVAILABLE is not None, reason=f"Mosaic GPU: {UNAVAILABLE}")
+BLOCK = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """seq_lens: of a decode; 0 is a padded row."""
+
+    seq_lens: tuple[int, ...]
+    num_heads: int = 4
+    num_kv_heads: int = 1
+    head_dim: int = 128
+    block_size: int = BLOCK
+    norms: bool = False
+    rope: bool = True
+    window: int | None = None
+
+    def build(self, seed: int = 0):
+        """(qkv, cache of two layers, layer, metadata, rope, norms); NaN wherever nothing may be read."""
+        rng = np.random.default_rng(seed)
+        batch, heads = len(self.seq_lens), self.num_heads + 2 * self.num_kv_heads
+        width = max(128, -(-max(self.seq_lens) // self.block_size))
+        blocks_of = [-(-n // self.block_size) for n in self.seq_lens]
+        num_blocks = 1 + sum(blocks_of)
+        cache = np.full((2, 2, num_blocks, self.block_size, self.num_kv_heads, self.head_dim), np.nan, np.float32)
+        table, slots = np.zeros((batch, width), np.int32), np.full(batch, -1, np.int32)
+        free = rng.permutation(np.arange(1, num_blocks))
+        for i, (length, count) in enumerate(zip(self.seq_lens, blocks_of, strict=True)):
+            table[i, :count], free = free[:count], free[count:]
+            for position in range(length - 1):
+                place = (table[i, position // self.block_size], position % self.block_size)
+                cache[:, :, *place] = rng.normal(size=(2, 2, self.num_kv_heads, self.head_dim))
+            if length:
+                slots[i] = table[i, (length - 1) // self.block_size] * self.block_size + (length - 1) % self.block_size
+        qkv = jnp.asarray(rng.normal(size=(batch, heads, self.head_dim)), jnp.bfloat16)
+        angles = jnp.asarray(rng.uniform(0, 6, (batch, self.head_dim // 2)), jnp.float32)
+        metadata = AttentionMetadata(
+            query_start_loc=jnp.arange(batch + 1, dtype=jnp.int32),
+            seq_lens=jnp.asarray(self.seq_lens, jnp.int32),
+            num_reqs=jnp.int32(batch),
+            block_table=jnp.asarray(table),
+            slot_mapping=jnp.asarray(slots),
+            query_len=1,
+        )
+        rope = (jnp.cos(angles), jnp.sin(angles)) if self.rope else None
+        norms = jnp.asarray(rng.normal(1, 0.2, (2, self.head_dim)), jnp.bfloat16)
+        named = {"q_norm": norms[0], "k_norm": norms[1]} if self.norms else {}
+        return qkv, jnp.asarray(cache, jnp.bfloat16), jnp.int32(1), metadata, rope, named
+
+
+CASES = {
+    "one tile, a padded row": Case((5, 0, 64)),
+    "the new token begins a tile": Case((65, 1, 129)),
+    "norms, 16 heads of a KV head": Case((70, 33), num_heads=16, norms=True),
+    "two KV heads, 7 heads each, no rotation": Case((40, 130), num_heads=14, num_kv_heads=2, rope=False),
+    "a window": Case((150, 20), window=70),
+    "a block longer than a tile": Case((150, 128), block_size=128),
+}
+
+
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def run(case: Case, arrays, attend=attention_with_rope, **named) -> tuple[np.ndarray, np.ndarray]:
+    """(result, cache) in float32."""
+    *arrays, norms = arrays
+    f = functools.partial(attend, scale=case.head_dim**-0.5, window=case.window, **norms, **named)
+    out, cache = jax.jit(f)(*arrays)
+    return np.asarray(out.astype(jnp.float32)), np.asarray(cache.astype(jnp.float32))
+
+
+def check(case: Case, got, expected) -> None:
+    """The cache bit for bit, but for how XLA rounds within a norm; the result as the tensor core rounds it; zeros for
+    padded rows."""
+    np.testing.assert_allclose(got[0], expected[0], atol=0.02, rtol=0.02)
+    exactly = 1e-2 if case.norms else 0
+    np.testing.assert_allclose(got[1], expected[1], atol=exactly, rtol=exactly)
+    assert not got[0][np.asarray(case.seq_lens) == 0].any()
+
+
+@needs_mosaic
+@every_case
+@pytest.mark.parametrize("splits", [1, 2])
+def test_interpreted(case, splits):
+    from jaxrunner.pallas.attention_decode_mosaic import decode_attention_with_rope
+
+    arrays = case.build()
+    with compat.interpreting():
+        got = run(case, arrays, functools.partial(decode_attention_with_rope, num_splits=splits))
+    check(case, got, run(case, arrays, implementation="xla"))
