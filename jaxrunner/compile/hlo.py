@@ -1,7 +1,7 @@
 """What a compiled program holds, read from its optimized HLO text: its Mosaic kernels, and the large arrays it makes.
 
 text = jax.jit(f).lower(...).compile().as_text()
-mosaic_kernels(text)  # {"input_prep_kernel": 1, "rope_kv_write": 32, "attention_decode": 32, ...}
+mosaic_kernels(text)  # {"input_prep_kernel": 1, "attention_with_rope": 32, ...}
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 KERNELS_OF_OP: dict[str, tuple[str, ...]] = {
     "input_prep": ("input_prep_kernel",),
-    "rope_kv_write": ("rope_kv_write",),
-    "attention": ("attention_decode", "attention_prefill"),
+    "rope_kv_write": ("rope_kv_write", "attention_with_rope"),
+    "attention": ("attention_decode", "attention_prefill", "attention_with_rope"),
     "commit": ("commit_rows",),
 }
-"""The ops of a step and the Mosaic kernels that do them. (`attention_combine` follows a decode that was split.)"""
+"""The ops of a step and the Mosaic kernels that do them."""
 
 _TARGET = 'custom_call_target="mosaic_gpu'
 _TRITON = 'custom_call_target="triton_kernel_call'

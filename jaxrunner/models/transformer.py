@@ -20,7 +20,7 @@ from jaxrunner.models.layers import linear, rms_norm, rotary_table
 from jaxrunner.models.model import LayerSpec, Model
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.pallas.attention_with_rope import attention_with_rope
-from jaxrunner.pallas.implementation import Implementation
+from jaxrunner.pallas.implementation import Implementation, mosaic_unavailable
 from jaxrunner.pallas.target import target
 
 
@@ -43,6 +43,7 @@ def forward(
     the group). kv_scales: of a float8 cache, one array per group, see `KVCache`. max_model_len: positions the run may
     use, see `rotary_table`.
     """
+    metadata = tuple(_with_counters(each, len(input_ids) * model.num_heads) for each in metadata)
     x = weights["embed_tokens"][input_ids]
     rope = rotary_table(model, positions, max_model_len)
     run = functools.partial(_layer, model=model, implementation=_frozen(implementation))
@@ -65,6 +66,13 @@ def forward(
         xs = (weights["layers"], jnp.arange(model.num_layers, dtype=jnp.int32))
         (x, caches[0]), _ = lax.scan(body, (x, caches[0]), xs)
     return tuple(caches), rms_norm(x, weights["norm"], model.rms_norm_eps)
+
+
+def _with_counters(metadata: AttentionMetadata, count: int) -> AttentionMetadata:
+    """With the counters that decode attention on a GPU shares out among the layers."""
+    if metadata.query_len is None or target().platform != "gpu" or mosaic_unavailable():
+        return metadata
+    return metadata.replace(counters=jax.new_ref(jnp.zeros(count, jnp.int32)))
 
 
 def _cut(stacked: dict[str, jax.Array], num_layers: int) -> list[dict[str, jax.Array]]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrunner.pallas import compat
+from jaxrunner.pallas.attention_combine import combine_if_last
 from jaxrunner.pallas.attention_mosaic import NEG_INF, Geometry, clear_tail, value_offset
 from jaxrunner.pallas.attention_shares import Arrays, Call, Fresh, Keys, Place
 from jaxrunner.pallas.rope_kv_write_mosaic import rotated_halves
@@ -172,7 +173,11 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
         to_result()
     else:
         compat.when(share.shares == 1)(to_result)
-        compat.when(share.shares > 1)(to_partials)
+
+        @compat.when(share.shares > 1)
+        def _():
+            to_partials()
+            combine_if_last(call, arrays, place)
 
 
 def _visible(call: Call, first_key: jax.Array, first_position: jax.Array, window: int | None) -> jax.Array:

@@ -3,7 +3,7 @@
 A CTA is one warpgroup with some queries, a KV head, and a share of a request's key tiles; several fit an SM and keep
 each other's copies in flight. How many shares a request really has is decided on the device from its length: short
 ones are finished by one CTA, which writes the result; else each share leaves its result and the logarithm of its
-softmax sum, and a second kernel combines them (and returns at once where there is nothing to combine).
+softmax sum, and the share that ends last combines them.
 """
 
 from __future__ import annotations
@@ -178,6 +178,9 @@ def _decode(
             scales_ref, refs = refs[0], refs[1:]
         if order is not None:
             order_ref, refs = refs[0], refs[1:]
+        counters_ref = None
+        if splits > 1:
+            counters_ref, refs = refs[0], refs[1:]
         kv_ref, out_ref, *partial_refs = refs[: 1 + len(out_type)]
         scratch = refs[1 + len(out_type) :]
         index = lax.axis_index("cta")
@@ -189,12 +192,17 @@ def _decode(
 
         @compat.when(split < share.shares)
         def _():
-            arrays = Arrays(q_ref, kv_ref, layer_ref, table, seq_lens, sinks_ref, scales_ref, out_ref, partial_refs)
+            read = (q_ref, kv_ref, layer_ref, table, seq_lens, sinks_ref, scales_ref)
+            arrays = Arrays(*read, out_ref, partial_refs, counters_ref)
             kernel.attend(call, arrays, scratch, Place(b, token_tile, head, split, share))
 
-    by_row = sink_rows(sinks, geometry)
+    counters = metadata.counters
+    if splits > 1 and counters is None:
+        counters = compat.in_place(jnp.zeros(batch * token_tiles * head_tiles, jnp.int32))
     kv = pages if fresh is None else compat.in_place(pages)
-    out, *partials = compat.kernel(
+    if fresh is not None:
+        attention_decode.__name__ = "attention_with_rope"
+    out, *_ = compat.kernel(
         attention_decode,
         out_type=out_type,
         scratch_types=kernel.scratch(call),
@@ -208,80 +216,11 @@ def _decode(
         metadata.block_table,
         metadata.seq_lens,
         largest,
-        by_row,
+        sink_rows(sinks, geometry),
         *q_operands,
         *([] if kv_scales is None else [kv_scales]),
         *([] if order is None else [order]),
+        *([counters] if splits > 1 else []),
         kv,
     )
-    if splits > 1:
-        lengths = (metadata.seq_lens, largest)
-        out = _combine(out, partials[0], partials[1], lengths, None if sinks is None else by_row, call)
     return out.reshape(q.shape), blocks if fresh is None else kv[...].reshape(blocks.shape)
-
-
-def _combine(
-    out: jax.Array,
-    results: jax.Array,
-    sums: jax.Array,
-    lengths: tuple[jax.Array, jax.Array],
-    sinks: jax.Array | None,
-    call: Call,
-) -> jax.Array:
-    """The result with the rows of split requests written into it; one CTA for some rows of a row tile."""
-    batch, _, head_tiles, splits, rows, head_dim = results.shape
-    heads, query_len = out.shape[2], call.query_len
-    layout = compat.rows_layout(heads, head_dim, 4)
-    tokens = rows // heads
-
-    def attention_combine(result_ref, sum_ref, lens_ref, largest_ref, *refs):
-        sinks_ref, out_ref = (refs[0], refs[1]) if sinks is not None else (None, refs[0])
-        index = lax.axis_index("cta")
-        head, index = lax.rem(index, jnp.int32(head_tiles)), lax.div(index, jnp.int32(head_tiles))
-        query, b = lax.rem(index, jnp.int32(query_len)), lax.div(index, jnp.int32(query_len))
-        token_tile, token = lax.div(query, jnp.int32(tokens)), lax.rem(query, jnp.int32(tokens))
-        shares = call.share_of(lens_ref[b], largest_ref[0], jnp.int32(0)).shares
-
-        @compat.when(shares > 1)
-        def _():
-            here = compat.ds(token * heads, heads)
-
-            def column(ref):
-                return compat.load(ref, layout=layout.reduce(1), optimized=False)
-
-            logs = []
-            for s in range(splits):
-                log = column(sum_ref.at[b, token_tile, head, jnp.minimum(s, shares - 1), here])
-                # Shares that do not exist repeat the last one; their weight is zero.
-                logs.append(log + jnp.where(s < shares, 0.0, NEG_INF))
-            top = functools.reduce(jnp.maximum, logs)
-            if sinks_ref is not None:
-                sink = column(sinks_ref.at[head, compat.ds(0, heads)])
-                top = jnp.maximum(top, sink)
-            top = jnp.where(top > NEG_INF, top, 0.0)
-            weights = [jnp.exp2(log - top) for log in logs]
-            total = functools.reduce(jnp.add, weights)
-            if sinks_ref is not None:
-                total += jnp.exp2(sink - top)
-            parts = []
-            for s, weight in enumerate(weights):
-                source = result_ref.at[b, token_tile, head, jnp.minimum(s, shares - 1), here]
-                part = compat.load(source, layout=layout, optimized=False)
-                parts.append(part * compat.spread(weight, part.shape, 0, layout))
-            acc = functools.reduce(jnp.add, parts)
-            inverse = 1.0 / jnp.where(total > 0, total, 1.0)
-            out_ref[b * query_len + query, head] = (acc * compat.spread(inverse, acc.shape, 0, layout)).astype(
-                out.dtype
-            )
-
-    operands = [results, sums, *lengths] + ([] if sinks is None else [sinks])
-    target = compat.in_place(out)
-    compat.kernel(
-        attention_combine,
-        out_type=[],
-        grid=(batch * query_len * head_tiles,),
-        grid_names=("cta",),
-        approx_math=True,
-        auto_barriers=False,
-    )(*operands, target)
-    return target[...]

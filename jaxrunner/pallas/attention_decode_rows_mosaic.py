@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrunner.pallas import compat
+from jaxrunner.pallas.attention_combine import combine_if_last
 from jaxrunner.pallas.attention_mosaic import (
     NEG_INF,
     TILE_ROWS,
@@ -167,4 +168,8 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
         to_result()
     else:
         compat.when(share.shares == 1)(to_result)
-        compat.when(share.shares > 1)(to_partials)
+
+        @compat.when(share.shares > 1)
+        def _():
+            to_partials()
+            combine_if_last(call, arrays, place)

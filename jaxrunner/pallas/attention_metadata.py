@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from flax import struct
 
@@ -11,6 +13,8 @@ class AttentionMetadata(struct.PyTreeNode):
 
     query_start_loc: i32[B + 1]. seq_lens: i32[B]. num_reqs: i32 scalar. block_table: i32[B, W].
     slot_mapping: i32[T]. query_len: tokens of each request in a uniform decode, None for a ragged batch (static).
+    counters: a mutable i32[>= T * H] of zeros that kernels leave as they found it, see `attention_combine`; made by each
+    of them where it is None, which is a kernel more.
     """
 
     query_start_loc: jax.Array
@@ -18,4 +22,5 @@ class AttentionMetadata(struct.PyTreeNode):
     num_reqs: jax.Array
     block_table: jax.Array
     slot_mapping: jax.Array
+    counters: Any = None
     query_len: int | None = struct.field(pytree_node=False, default=None)

@@ -14,19 +14,21 @@ from jaxrunner.sampling.best_ids import best_ids
 from jaxrunner.state.kv_cache import KEY
 
 MAX_SPLITS = 32
+MOST_CTAS = 1056
+"""With shares: eight for each of 132 SMs."""
 COMBINING = 1.05
 """What writing and combining partial results costs, as a factor."""
 
 
 def default_splits(batch: int, row_tiles: int, at_once: int) -> int:
-    """Shares of a request's keys: enough CTAs to fill the GPU, and several rounds of them when it is full.
+    """Shares of a request's keys: enough CTAs to fill the GPU, and some rounds of them when it is full.
 
     at_once: CTAs that the GPU holds.
     """
     ctas = batch * row_tiles
-    if ctas >= 8 * at_once:
+    if ctas >= MOST_CTAS:
         return 1
-    wanted = at_once if ctas < at_once // 2 else 4 * at_once
+    wanted = at_once if ctas < at_once // 2 else MOST_CTAS
     return max(1, min(MAX_SPLITS, wanted // ctas))
 
 
@@ -105,7 +107,8 @@ class Fresh(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """References to what a kernel reads and writes; sinks, scales and partial results where there are any.
+    """References to what a kernel reads and writes; sinks, scales, partial results and
+    the counters of shares that have written them where there are any.
 
     q is a `Fresh` where queries, keys and values come as the projection left them.
     """
@@ -119,6 +122,7 @@ class Arrays(NamedTuple):
     scales: Any
     out: Any
     partials: Any
+    counters: Any
 
 
 class Place(NamedTuple):

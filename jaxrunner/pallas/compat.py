@@ -381,6 +381,40 @@ def copy_in(source: Any, target: Any, barrier: Any) -> None:
     plgpu.copy_gmem_to_smem(source, target, barrier)
 
 
+def is_last(counter: Any, count: Any) -> Any:
+    """Adds 1 to a number in GMEM; whether that makes it `count`. For the CTA of which it does, of one warpgroup each,
+    all that the others wrote before they came here is there to be read."""
+    if interpreted():  # CTAs run one after the other
+        arrived = counter[...] + 1
+        counter[...] = arrived
+        return arrived == count
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm
+
+    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=scalar)
+    def arrive_and_compare(_, ref, last):
+        i32 = ir.IntegerType.get_signless(32)
+        utils.warpgroup_barrier()
+        chosen = arith.extui(i32, utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP))
+        # One thread counts, a barrier with a reduction tells the others.
+        result = llvm.inline_asm(
+            i32,
+            [utils.memref_ptr(ref), chosen, last.registers.item()],
+            "{ .reg .pred me, yes; .reg .u32 before; setp.ne.u32 me, $2, 0; mov.u32 before, 0; "
+            "@me atom.acq_rel.gpu.global.add.u32 before, [$1], 1; setp.eq.and.u32 yes, before, $3, me; "
+            "bar.red.or.pred yes, 15, 128, yes; selp.u32 $0, 1, 0, yes; }",
+            "=r,l,r,r",
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(result, shape=(), is_signed=True)
+
+    return arrive_and_compare(counter, count - 1) == 1
+
+
 def _whole_tiles(ref: Any) -> bool:
     """Whether slices of swizzled memory begin and end at whole tiles of 8 rows, as far as they are static."""
     from jax._src.pallas.mosaic_gpu.core import UnswizzleRef

@@ -12,12 +12,11 @@ from jaxrunner.compile.hlo import implementations, mosaic_kernels
 from jaxrunner.compile.programs import Program
 from jaxrunner.models.model import LayerSpec, Model
 from jaxrunner.models.weights import random_weights
-from jaxrunner.pallas.attention_decode_mosaic import default_splits
 from tests.runner.plans import new, plan, run
 
 pytestmark = pytest.mark.gpu
 MODEL = Model(
-    "LlamaForCausalLM", 512, 512, 512, 8, 8, 64, (LayerSpec(),) * 3, max_position_embeddings=256, dtype="bfloat16"
+    "LlamaForCausalLM", 512, 512, 512, 8, 8, 128, (LayerSpec(),) * 3, max_position_embeddings=256, dtype="bfloat16"
 )
 CONFIG = RunnerConfig(256, 256, 256, 1024, 16)
 LADDER = Ladder(decode=(4, 256), mixed=(64, 256), finish=(256,))
@@ -31,8 +30,7 @@ def engine() -> DeviceRunner:
 
 
 def expected(program: Program) -> dict[str, int]:
-    """One input preparation a step; one rotation with KV write and one attention a layer, whose shares are combined
-    in a decode of few requests; one filter and one draw of sampled tokens; one search for the best ids where
+    """One input preparation a step; one rotation with KV write and one attention a layer, in a decode as one; one filter and one draw of sampled tokens; one search for the best ids where
     log-probabilities are reported, of prompts too; one commit at the end. Admission and block moves hold none."""
     if program.kind == "finish":
         assert program.tier is not None
@@ -44,13 +42,12 @@ def expected(program: Program) -> dict[str, int]:
     if program.bucket is None:
         return {}
     layers = MODEL.num_layers
-    kernels = {"input_prep_kernel": 1, "rope_kv_write": layers}
+    kernels = {"input_prep_kernel": 1}
     if program.kind == "step":
         kernels["commit_rows"] = 1
     if program.bucket.kind == "mixed":
-        return kernels | {"attention_prefill": layers}
-    split = default_splits(program.bucket.num_reqs, MODEL.num_kv_heads) > 1
-    return kernels | {"attention_decode": layers} | ({"attention_combine": layers} if split else {})
+        return kernels | {"rope_kv_write": layers, "attention_prefill": layers}
+    return kernels | {"attention_with_rope": layers}
 
 
 def test_every_executable_holds_its_kernels_and_no_other():
@@ -62,7 +59,7 @@ def test_every_executable_holds_its_kernels_and_no_other():
         if program.bucket is not None:
             found = implementations(text)
             assert {found[op] for op in found if op != "commit" or program.kind == "step"} == {"mosaic"}
-    assert len(kinds) == 11, "decodes with and without combination, fused and not; ragged; finishes; prompts; the rest"
+    assert len(kinds) == 9, "decodes, fused and not; ragged; finishes; prompts; the rest"
 
 
 def test_every_executable_updates_the_state_in_place():

@@ -106,3 +106,34 @@ def test_interpreted(case, splits):
     with compat.interpreting():
         got = run(case, arrays, functools.partial(decode_attention_with_rope, num_splits=splits))
     check(case, got, run(case, arrays, implementation="xla"))
+
+
+@pytest.mark.gpu
+@every_case
+@pytest.mark.parametrize("splits", [None, 1, 3])
+def test_on_the_gpu(case, splits):
+    from jaxrunner.pallas.attention_decode_mosaic import decode_attention_with_rope
+
+    arrays = case.build(seed=1)
+    got = run(case, arrays, functools.partial(decode_attention_with_rope, num_splits=splits))
+    check(case, got, run(case, arrays, implementation="xla"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [3, 64, 300])
+def test_on_the_gpu_of_many_lengths(batch):
+    """Public name, shares of the keys as chosen, several calls that share their counters."""
+    lens = np.random.default_rng(batch).integers(0, 700, batch)
+    case = Case(tuple(int(n) for n in lens), num_heads=32, num_kv_heads=8)
+    qkv, cache, layer, metadata, rope, _ = case.build(seed=2)
+
+    def steps(qkv, cache, metadata, rope):
+        metadata = metadata.replace(counters=jax.new_ref(jnp.zeros(batch * case.num_heads, jnp.int32)))
+        first, cache = attention_with_rope(qkv, cache, jnp.int32(0), metadata, rope, scale=case.head_dim**-0.5)
+        second, cache = attention_with_rope(qkv, cache, layer, metadata, rope, scale=case.head_dim**-0.5)
+        return second, cache, first
+
+    got = jax.jit(steps)(qkv, cache, metadata, rope)
+    expected = run(case, (qkv, cache, layer, metadata, rope, {}), implementation="xla")
+    np.testing.assert_allclose(np.asarray(got[0], np.float32), expected[0], atol=0.02, rtol=0.02)
+    np.testing.assert_array_equal(np.asarray(got[1][1], np.float32), expected[1][1])
