@@ -21,6 +21,8 @@ from jaxrunner.pallas.rope_kv_write_mosaic import rotated_halves
 
 MOST_QUERIES = 16
 TILE_BYTES = 16 * 1024
+FEW_CTAS = 132
+"""Up to so many are given shares until three fill each SM, which leaves memory for one more tile in flight."""
 WIDTH = 64
 """Elements of a row that are staged at once."""
 
@@ -37,14 +39,14 @@ def takes_projection(geometry: Geometry) -> bool:
     return takes(geometry, 1) and geometry.head_dim == 2 * WIDTH and geometry.head_tiles == 1
 
 
-def stages(geometry: Geometry) -> int:
-    """Tiles in flight, of keys or of values."""
-    return 3
+def stages(ctas: int) -> int:
+    """Tiles in flight, of keys or of values. ctas: with one share a request."""
+    return 3 if ctas > FEW_CTAS else 4
 
 
-def ctas_of_sm(geometry: Geometry) -> int:
+def ctas_of_sm(ctas: int) -> int:
     """That fit one."""
-    return 4
+    return 4 if ctas > FEW_CTAS else 3
 
 
 def columns_of(call: Call) -> int:
@@ -88,17 +90,22 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
         ahead, which = divmod(ahead, 2)
         compat.when(i + ahead < share.tiles)(lambda: fetch(i + ahead, which))
 
-    for number in range(slots):
-        fetch_number(jnp.int32(0), number)
+    def fetch_first():
+        for number in range(slots):
+            fetch_number(jnp.int32(0), number)
 
-    fresh = arrays.q if isinstance(arrays.q, Fresh) else None
-    if fresh is None:
-        _load_queries(arrays.q, q_tile, staging, call, keys, head)
-    else:
-        _load_rotated(fresh, q_tile, staging, call, request, head)
+    if isinstance(arrays.q, Fresh):
+        fresh = arrays.q
+        # The last tile of the request is copied after the new token is in the cache, all others need not wait for it.
         is_last = (share.tiles > 0) & (keys.first_key(share.tiles) >= keys.seq_len)
-        compat.when(is_last)(lambda: _write_new(fresh, arrays, call, keys, request))
-        new_key, new_value = _new_rows(fresh, arrays, call, keys, request)
+        at_once = share.tiles <= (slots + 1) // 2
+        compat.when(is_last & at_once)(lambda: _write_new(fresh, arrays, call, keys, request))
+        fetch_first()
+        _load_rotated(fresh, q_tile, staging, call, request, head)
+        compat.when(is_last & ~at_once)(lambda: _write_new(fresh, arrays, call, keys, request))
+    else:
+        fetch_first()
+        _load_queries(arrays.q, q_tile, staging, call, keys, head)
 
     def across(vector, rows):
         return compat.spread(vector, (rows, columns), 1, layout)
@@ -108,9 +115,6 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
         first_key = keys.first_key(i)
         slot = slot_of(i, 0)
         compat.wait(full.at[slot])
-        if fresh is not None:
-            newest = keys.seq_len - 1 - first_key
-            compat.when(newest < tile_kv)(lambda: _insert(tiles.at[slot], new_key.at[keys.head], newest))
         scores = compat.matmul(tiles.at[slot], q_tile.T)
         scores = options.capped(scores) * options.factor
         scores = jnp.where(_visible(call, first_key, keys.first_position, window), scores, NEG_INF)
@@ -127,10 +131,7 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
         slot = slot_of(i, 1)
         tile = tiles.at[slot]
         compat.wait(full.at[slot])
-        if fresh is not None:
-            compat.when(newest < tile_kv)(lambda: _insert(tile, new_value.at[keys.head], newest))
-        else:
-            compat.when(first_key + tile_kv > keys.seq_len)(lambda: clear_tail(tile, keys.seq_len - first_key))
+        compat.when(first_key + tile_kv > keys.seq_len)(lambda: clear_tail(tile, keys.seq_len - first_key))
         product = compat.matmul(tile.T, p_tile.T)
         return acc * across(keep, head_dim) + product, new_top, total
 
@@ -227,7 +228,8 @@ def _load_rotated(fresh: Fresh, target: Any, staging: Any, call: Call, token: ja
     refs = _rope_of(fresh, token)
     heads_ref = fresh.qkv.at[token, compat.ds(head * geometry.heads, geometry.heads)]
     whole = compat.rows_layout(columns_of(call), WIDTH, 4, in_smem=True)
-    for part, value in rotated_halves(heads_ref, refs, fresh.q_norm, fresh.eps):
+    layout = compat.rows_layout(geometry.heads, WIDTH, 4, in_smem=True)
+    for part, value in rotated_halves(heads_ref, refs, fresh.q_norm, fresh.eps, layout=layout):
         staging[compat.ds(0, geometry.heads), compat.ds(0, WIDTH)] = value.astype(jnp.float32)
         compat.commit()
         rows = compat.load(staging.at[:, compat.ds(0, WIDTH)], layout=whole, optimized=False)
@@ -239,41 +241,23 @@ def _rope_of(fresh: Fresh, token: jax.Array) -> tuple[Any, Any] | None:
     return None if fresh.rope is None else tuple(ref.at[token] for ref in fresh.rope)  # type: ignore[return-value]
 
 
-def _new_rows(fresh: Fresh, arrays: Arrays, call: Call, keys: Keys, token: jax.Array) -> tuple[Any, Any]:
-    """Where the cache holds the new token's key and value, [KVH, D] each."""
-    geometry, slot = call.geometry, jnp.maximum(fresh.slots[token], 0)
+def _write_new(fresh: Fresh, arrays: Arrays, call: Call, keys: Keys, token: jax.Array) -> None:
+    """The new token's key, normed and rotated, and its value into the cache, where copies will find them."""
+    geometry, slot = call.geometry, fresh.slots[token]
     block, offset = lax.div(slot, jnp.int32(geometry.block_size)), lax.rem(slot, jnp.int32(geometry.block_size))
     page = (keys.base + block) * (geometry.block_size // geometry.page) + lax.div(offset, jnp.int32(geometry.page))
-    row = lax.rem(offset, jnp.int32(geometry.page))
-    return arrays.kv.at[page, row], arrays.kv.at[page + value_offset(geometry), row]
-
-
-def _write_new(fresh: Fresh, arrays: Arrays, call: Call, keys: Keys, token: jax.Array) -> None:
-    """The new token's key, normed and rotated, and value into the cache."""
-    geometry = call.geometry
-    key_ref, value_ref = _new_rows(fresh, arrays, call, keys, token)
+    row, here = lax.rem(offset, jnp.int32(geometry.page)), compat.ds(keys.head, 1)
     first = geometry.num_heads + keys.head
-    rows = [fresh.qkv.at[token, compat.ds(first + i * geometry.num_kv_heads, 1)] for i in range(2)]
+    key_ref, value_ref = (fresh.qkv.at[token, compat.ds(first + i * geometry.num_kv_heads, 1)] for i in range(2))
     layout = compat.rows_layout(1, WIDTH, geometry.dtype.itemsize)
-    for part, key in rotated_halves(rows[0], _rope_of(fresh, token), fresh.k_norm, fresh.eps):
-        value = compat.load(rows[1].at[:, part], layout=layout, optimized=False)
-        key_ref[compat.ds(keys.head, 1), part] = key
-        value_ref[compat.ds(keys.head, 1), part] = value
-    compat.commit()
 
-
-def _insert(tile: Any, new_ref: Any, newest: jax.Array) -> None:
-    """The new token's key or value as row `newest` of a tile, zeros behind it: a probability of 0 does not remove a
-    NaN. What is in the cache by now may not have been when the tile was copied."""
-    layout = compat.tile_layout()
-    for start in range(0, tile.shape[1], WIDTH):
-        part = tile.at[:, compat.ds(start, WIDTH)]
-        value = compat.load(part, layout=layout, optimized=False)
-        new = compat.load(new_ref.at[compat.ds(start, WIDTH)], layout=layout.reduce(0), optimized=False)
-        rows = compat.index_of(value.shape, 0)
-        value = jnp.where(rows < newest, value, jnp.zeros_like(value))
-        part[...] = jnp.where(rows == newest, compat.spread(new, value.shape, 1, layout), value)
-    compat.commit()
+    @compat.when(slot >= 0)
+    def _():
+        for part, key in rotated_halves(key_ref, _rope_of(fresh, token), fresh.k_norm, fresh.eps):
+            value = compat.load(value_ref.at[:, part], layout=layout, optimized=False)
+            arrays.kv[page, row, here, part] = key
+            arrays.kv[page + value_offset(geometry), row, here, part] = value
+        compat.commit_gmem()
 
 
 def _store_results(result: jax.Array, tile: Any, staging: Any, call: Call, put: Any) -> None:

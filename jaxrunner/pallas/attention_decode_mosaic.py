@@ -148,9 +148,10 @@ def _decode(
     tokens = min(query_len, geometry.tokens)
     token_tiles = -(-query_len // tokens)
     head_tiles = num_kv_heads * geometry.head_tiles
-    at_once = kernel.ctas_of_sm(geometry) * (target().num_cores or NUM_CORES)
-    splits = num_splits or tuned.get("num_splits") or default_splits(batch, head_tiles * token_tiles, at_once)
-    stages = stages or tuned.get("stages") or kernel.stages(geometry)
+    ctas = batch * head_tiles * token_tiles
+    at_once = kernel.ctas_of_sm(ctas) * (target().num_cores or NUM_CORES)
+    splits = num_splits or tuned.get("num_splits") or default_splits(ctas, at_once)
+    stages = stages or tuned.get("stages") or kernel.stages(ctas)
     call = Call(geometry, options, query_len, tokens, splits, stages)
 
     partial_shape = (batch, token_tiles, head_tiles, splits, tokens * geometry.heads, head_dim)
@@ -164,7 +165,7 @@ def _decode(
     largest = tiles_of_share(last - first, head_tiles * token_tiles, splits, min_tiles, at_once)
 
     # In one round all CTAs begin at once.
-    order = longest_first(last - first) if batch * head_tiles * token_tiles > at_once else None
+    order = longest_first(last - first) if ctas > at_once else None
 
     q_operands, fresh_of = ([geometry.queries(q)], None) if fresh is None else fresh
     pages = geometry.pages(blocks)
@@ -198,7 +199,7 @@ def _decode(
 
     counters = metadata.counters
     if splits > 1 and counters is None:
-        counters = compat.in_place(jnp.zeros(batch * token_tiles * head_tiles, jnp.int32))
+        counters = compat.in_place(jnp.zeros(ctas, jnp.int32))
     kv = pages if fresh is None else compat.in_place(pages)
     if fresh is not None:
         attention_decode.__name__ = "attention_with_rope"
@@ -206,7 +207,7 @@ def _decode(
         attention_decode,
         out_type=out_type,
         scratch_types=kernel.scratch(call),
-        grid=(batch * splits * token_tiles * head_tiles,),
+        grid=(ctas * splits,),
         grid_names=("cta",),
         approx_math=True,
         auto_barriers=False,

@@ -13,7 +13,6 @@ from jaxrunner.pallas.attention_combine import combine_if_last
 from jaxrunner.pallas.attention_mosaic import (
     NEG_INF,
     TILE_ROWS,
-    Geometry,
     by_scale,
     clear_tail,
     finish,
@@ -28,12 +27,12 @@ from jaxrunner.state.kv_cache import KEY, VALUE
 
 
 
-def stages(geometry: Geometry) -> int:
-    """Tiles of keys, and of values, in flight."""
+def stages(ctas: int) -> int:
+    """Tiles of keys, and of values, in flight. ctas: with one share a request."""
     return 2
 
 
-def ctas_of_sm(geometry: Geometry) -> int:
+def ctas_of_sm(ctas: int) -> int:
     """That fit one."""
     return 2
 

@@ -20,12 +20,11 @@ COMBINING = 1.05
 """What writing and combining partial results costs, as a factor."""
 
 
-def default_splits(batch: int, row_tiles: int, at_once: int) -> int:
+def default_splits(ctas: int, at_once: int) -> int:
     """Shares of a request's keys: enough CTAs to fill the GPU, and some rounds of them when it is full.
 
-    at_once: CTAs that the GPU holds.
+    ctas: with one share each. at_once: that the GPU holds.
     """
-    ctas = batch * row_tiles
     if ctas >= MOST_CTAS:
         return 1
     wanted = at_once if ctas < at_once // 2 else MOST_CTAS

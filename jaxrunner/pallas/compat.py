@@ -443,6 +443,20 @@ def commit() -> None:
     plgpu.commit_smem()
 
 
+def commit_gmem() -> None:
+    """What this warpgroup has written to GMEM is there for its threads and for copies that they begin after."""
+    if interpreted():
+        return
+    from jax.experimental.mosaic.gpu import utils
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+        utils.warpgroup_barrier()
+
+    fence()
+
+
 def set_registers(count: int, action: str) -> None:
     """Registers of each thread of this warpgroup; action is "increase" or "decrease"."""
     plgpu.set_max_registers(count, action=action)

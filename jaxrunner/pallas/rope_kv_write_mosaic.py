@@ -141,15 +141,16 @@ def rope_kv_write_mosaic(
 
 
 def rotated_halves(
-    heads_ref: Any, rope_refs: tuple[Any, Any] | None, norm_ref: Any | None, eps: float
+    heads_ref: Any, rope_refs: tuple[Any, Any] | None, norm_ref: Any | None, eps: float, *, layout: Any = None
 ) -> list[tuple[Any, jax.Array]]:
     """Both halves of some heads of one token as (slice of the columns, value), normed and rotated, in their type.
 
-    heads_ref: [heads, D]. rope_refs: cosines and sines of the token, f32[D / 2]. norm_ref: [D].
+    heads_ref: [heads, D]. rope_refs: cosines and sines of the token, f32[D / 2]. norm_ref: [D]. layout: of the
+    values; by default the best for GMEM.
     """
     heads, head_dim = heads_ref.shape
     half, dtype = head_dim // 2, heads_ref.dtype
-    layout = compat.rows_layout(heads, half, dtype.itemsize)
+    layout = layout or compat.rows_layout(heads, half, dtype.itemsize)
     column = layout.reduce(0)
     parts = [compat.ds(0, half), compat.ds(half, half)]
     x = [compat.load(heads_ref.at[:, part], layout=layout, optimized=False) for part in parts]
