@@ -38,22 +38,16 @@ from benchmarks.gpu_kernels import (  # noqa: E402
 )
 from benchmarks.report import Report  # noqa: E402
 from jaxrunner.pallas import compat, tuned_sizes  # noqa: E402
-from jaxrunner.pallas.attention_decode_mosaic import (  # noqa: E402
-    CTAS_OF_GPU,
-    STAGES,
-    decode_attention,
-    default_splits,
-)
-from jaxrunner.pallas.attention_mosaic import TILE_ROWS, default_tile_kv, shape_of  # noqa: E402
+from jaxrunner.pallas.attention_decode_mosaic import decode_attention, geometry_of, rule_for  # noqa: E402
+from jaxrunner.pallas.attention_mosaic import default_tile_kv, shape_of  # noqa: E402
 from jaxrunner.pallas.attention_prefill_mosaic import ragged_attention  # noqa: E402
+from jaxrunner.pallas.attention_shares import default_splits  # noqa: E402
 
 LEAST_GAIN = 0.02
 GAIN = 1 - LEAST_GAIN
 MOST_ERROR = 1e-2
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-DECODE: tuple[dict[str, Any], ...] = ({"tile_kv": 64, "stages": 3}, {"tile_kv": 64}, {"tile_kv": 128})
-SHARED_MEMORY = 113 * 1024
-"""Bytes of half a multiprocessor: decodes with fewer CTAs at a time were always slower."""
+DECODE: tuple[dict[str, Any], ...] = ({"stages": 2}, {"stages": 3}, {"stages": 4}, {"stages": 6}, {"tile_kv": 128})
 PREFILL: tuple[dict[str, Any], ...] = (
     {"ping_pong": False},
     {"tile_kv": 64, "stages": 3},
@@ -64,22 +58,18 @@ PREFILL: tuple[dict[str, Any], ...] = (
 
 def candidates(case: Case) -> list[dict[str, Any]]:
     """Sizes to try. Of a decode: numbers of shares from a quarter of the GPU's CTAs to some rounds of them, and tiles
-    of which two CTAs fit a multiprocessor."""
+    in flight; what does not fit is refused when it is compiled."""
     if not case.is_decode:
         return list(PREFILL)
-    shape, batch = dict(case.shape), len(case.requests)
-    head_dim, ctas = shape["head_dim"], batch * shape["num_kv_heads"]
-    rule = default_splits(batch, shape["num_kv_heads"])
+    q, blocks = arrays_of(case)
+    tile_kv = default_tile_kv(q.shape[2], prefill=False)
+    rule = rule_for(geometry_of(q, blocks, tile_kv), len(case.requests), 1)
+    shares = default_splits(rule.ctas, rule.at_once)
     found: list[dict[str, Any]] = [
-        {"num_splits": n} for n in SPLITS if n != rule and (CTAS_OF_GPU / 4 <= n * ctas <= 5 * CTAS_OF_GPU)
+        {"num_splits": n} for n in SPLITS if n != shares and rule.at_once / 4 <= n * rule.ctas <= 5 * rule.at_once
     ]
-    usual = default_tile_kv(head_dim, prefill=False), STAGES
-    for sizes in DECODE:
-        tile_kv, stages = sizes["tile_kv"], sizes.get("stages", STAGES)
-        tiles, staged = (2 * stages * tile_kv + TILE_ROWS) * head_dim * 2, TILE_ROWS * (min(head_dim, 64) + 8) * 4
-        if tiles + staged <= SHARED_MEMORY and (tile_kv, stages) != usual:
-            found.append(sizes)
-    return found
+    usual = ({"stages": rule.stages}, {"tile_kv": tile_kv})
+    return found + [sizes for sizes in DECODE if sizes not in usual]
 
 
 def skewed(case: Case) -> Case:
@@ -103,11 +93,16 @@ def cases() -> list[Case]:
     return found
 
 
-def key_of(case: Case) -> str:
+def arrays_of(case: Case) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Queries of one token and a cache of one block, which have the shapes that decide."""
     shape = dict(case.shape)
-    q = jax.ShapeDtypeStruct((1, shape["num_heads"], shape["head_dim"]), jnp.bfloat16)
     tail = (shape["block_size"], shape["num_kv_heads"], shape["head_dim"])
-    blocks = jax.ShapeDtypeStruct((1, 2, 1, *tail), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((1, shape["num_heads"], shape["head_dim"]), jnp.bfloat16)
+    return q, jax.ShapeDtypeStruct((1, 2, 1, *tail), jnp.bfloat16)
+
+
+def key_of(case: Case) -> str:
+    _shape, (q, blocks) = dict(case.shape), arrays_of(case)
     if case.is_decode:
         return tuned_sizes.key_of("attention_decode", batch=len(case.requests), **shape_of(q, blocks, 1))
     return tuned_sizes.key_of("attention_prefill", tokens=case.requests[0][0], **shape_of(q, blocks))

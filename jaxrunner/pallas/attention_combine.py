@@ -53,7 +53,9 @@ def _combine(call: Call, arrays: Arrays, place: Place, token: jax.Array) -> None
         shift = jnp.where(highest > NEG_INF, highest, 0.0)
         keep = jnp.exp2(top - shift)
         weights = [jnp.exp2(log - shift) for log in logs]
-        acc = functools.reduce(jnp.add, [part * across(w) for part, w in zip(parts, weights, strict=True)], acc * across(keep))
+        acc = functools.reduce(
+            jnp.add, [part * across(w) for part, w in zip(parts, weights, strict=True)], acc * across(keep)
+        )
         return acc, highest, functools.reduce(jnp.add, weights, total * keep)
 
     carry = (

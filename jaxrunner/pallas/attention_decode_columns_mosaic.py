@@ -35,7 +35,7 @@ def takes(geometry: Geometry, query_len: int) -> bool:
 
 
 def takes_projection(geometry: Geometry) -> bool:
-    """Whether the kernel also takes one new token of each request as its projection left it: halves are staged whole."""
+    """Whether the kernel also takes a token of each request as the projection left it: halves are staged whole."""
     return takes(geometry, 1) and geometry.head_dim == 2 * WIDTH and geometry.head_tiles == 1
 
 
@@ -69,7 +69,7 @@ def scratch(call: Call) -> list[Any]:
 def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -> None:
     """The result of one share, into `arrays.out`, or into the partial results where the request has more shares."""
     geometry, options, slots = call.geometry, call.options, call.stages
-    query_len, window, tokens, tile_kv = call.query_len, call.options.window, call.tokens, call.geometry.tile_kv
+    query_len, window, tile_kv = call.query_len, call.options.window, call.geometry.tile_kv
     head_dim, heads, columns = geometry.head_dim, geometry.heads, columns_of(call)
     request, head, share = place.request, place.head, place.share
     q_tile, tiles, p_tile, staging, full = scratch
@@ -238,7 +238,10 @@ def _load_rotated(fresh: Fresh, target: Any, staging: Any, call: Call, token: ja
 
 
 def _rope_of(fresh: Fresh, token: jax.Array) -> tuple[Any, Any] | None:
-    return None if fresh.rope is None else tuple(ref.at[token] for ref in fresh.rope)  # type: ignore[return-value]
+    if fresh.rope is None:
+        return None
+    cos_ref, sin_ref = fresh.rope
+    return cos_ref.at[token], sin_ref.at[token]
 
 
 def _write_new(fresh: Fresh, arrays: Arrays, call: Call, keys: Keys, token: jax.Array) -> None:

@@ -8,9 +8,8 @@ softmax sum, and the share that ends last combines them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from jaxrunner.pallas import attention_decode_rows_mosaic as by_rows
 from jaxrunner.pallas import compat, implementation
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.pallas.attention_mosaic import (
-    NEG_INF,
     TILE_ROWS,
     Geometry,
     Options,
@@ -47,6 +45,29 @@ NUM_CORES = 132
 MIN_TILES_OF_SPLIT = 2
 
 
+class Rule(NamedTuple):
+    """kernel: the module of it. ctas: with one share a request. at_once: CTAs that the GPU holds. stages: in flight."""
+
+    kernel: Any
+    ctas: int
+    at_once: int
+    stages: int
+
+
+def geometry_of(q: Any, blocks: Any, tile_kv: int) -> Geometry:
+    """Of a call. tile_kv: keys of a tile."""
+    num_blocks, block_size, num_kv_heads, head_dim = blocks.shape[2:]
+    return Geometry(q.shape[1], num_kv_heads, head_dim, block_size, num_blocks, tile_kv, blocks.dtype, q.dtype)
+
+
+def rule_for(geometry: Geometry, batch: int, query_len: int) -> Rule:
+    """What does a decode of these shapes, where nothing was measured to be better."""
+    kernel: Any = by_columns if by_columns.takes(geometry, query_len) else by_rows
+    tokens = min(query_len, geometry.tokens)
+    ctas = batch * geometry.num_kv_heads * geometry.head_tiles * -(-query_len // tokens)
+    return Rule(kernel, ctas, kernel.ctas_of_sm(ctas) * (target().num_cores or NUM_CORES), kernel.stages(ctas))
+
+
 def decode_attention(
     q: jax.Array,
     blocks: jax.Array,
@@ -70,9 +91,21 @@ def decode_attention(
     Raises ImplementationError where the kernels cannot run or take this case.
     """
     refuse(q, blocks, scale, soft_cap)
-    options = Options(scale, window, soft_cap)
-    sizes = {"num_splits": num_splits, "tile_kv": tile_kv, "stages": stages, "min_tiles": min_tiles}
-    return _decode(q, None, blocks, layer, metadata, options, sinks, kv_scales, **sizes)[0]
+    out, _ = _decode(
+        q,
+        None,
+        blocks,
+        layer,
+        metadata,
+        Options(scale, window, soft_cap),
+        sinks,
+        kv_scales,
+        num_splits=num_splits,
+        tile_kv=tile_kv,
+        stages=stages,
+        min_tiles=min_tiles,
+    )
+    return out
 
 
 def decode_attention_with_rope(
@@ -93,16 +126,19 @@ def decode_attention_with_rope(
 
     Raises ImplementationError where the kernels cannot run or take this case.
     """
-    queries = qkv[:, : qkv.shape[1] - 2 * blocks.shape[4]]
+    num_tokens, heads, head_dim = qkv.shape
+    queries = jax.ShapeDtypeStruct((num_tokens, heads - 2 * blocks.shape[4], head_dim), qkv.dtype)
     refuse(queries, blocks, scale, None)
     implementation.refuse("attention_with_rope", "mosaic", None, reason_against_rope(qkv, blocks, metadata))
-    norms = [] if q_norm is None else [q_norm, k_norm]
-    operands = [qkv, metadata.slot_mapping, *(rope or ()), *norms]
+    operands = [qkv, metadata.slot_mapping, *(rope or ())]
+    if q_norm is not None and k_norm is not None:
+        operands += [q_norm, k_norm]
 
     def fresh_of(refs):
         qkv_ref, slots_ref, *refs = refs
         rope_refs, norm_refs = (tuple(refs[:2]), refs[2:]) if rope else (None, refs)
-        return Fresh(qkv_ref, slots_ref, rope_refs, *(norm_refs or (None, None)), eps)
+        q_norm_ref, k_norm_ref = norm_refs or (None, None)
+        return Fresh(qkv_ref, slots_ref, rope_refs, q_norm_ref, k_norm_ref, eps)
 
     options = Options(scale, window, None)
     return _decode(queries, (operands, fresh_of), blocks, layer, metadata, options, None, None, num_splits=num_splits)
@@ -115,8 +151,8 @@ def reason_against_rope(qkv: Any, blocks: Any, metadata: AttentionMetadata) -> s
         return "it needs one token of each request"
     if qkv.dtype != blocks.dtype:
         return f"it needs a cache of the projection's type, not {qkv.dtype} and {blocks.dtype}"
-    tile_kv = default_tile_kv(head_dim, prefill=False)
-    geometry = Geometry(num_heads, *blocks.shape[4:], *blocks.shape[3:1:-1], tile_kv, blocks.dtype, qkv.dtype)
+    queries = jax.ShapeDtypeStruct((len(qkv), num_heads, head_dim), qkv.dtype)
+    geometry = geometry_of(queries, blocks, default_tile_kv(head_dim, prefill=False))
     return None if by_columns.takes_projection(geometry) else "it needs heads of 128 and at most 16 of them a KV head"
 
 
@@ -136,22 +172,20 @@ def _decode(
     min_tiles: int = MIN_TILES_OF_SPLIT,
 ) -> tuple[jax.Array, jax.Array]:
     """(result, blocks). fresh: operands and what makes a `Fresh` of their references, in place of q."""
-    num_heads, head_dim = q.shape[1:]
-    num_blocks, block_size, num_kv_heads = blocks.shape[2:5]
     shape = shape_of(q, blocks, metadata.query_len)
     tuned = sizes_for("attention_decode", batch=metadata.block_table.shape[0], **shape)
-    tile_kv = tile_kv or tuned.get("tile_kv") or default_tile_kv(head_dim, prefill=False)
-    geometry = Geometry(num_heads, num_kv_heads, head_dim, block_size, num_blocks, tile_kv, blocks.dtype, q.dtype)
+    head_dim, num_kv_heads = q.shape[2], blocks.shape[4]
+    if fresh is None:
+        tile_kv = tile_kv or tuned.get("tile_kv")
+    geometry = geometry_of(q, blocks, tile_kv or default_tile_kv(head_dim, prefill=False))
     batch, query_len = metadata.block_table.shape[0], metadata.query_len
     assert query_len is not None, "a ragged batch is for ragged_attention"
-    kernel: Any = by_columns if by_columns.takes(geometry, query_len) else by_rows
+    kernel, ctas, at_once, default_stages = rule_for(geometry, batch, query_len)
     tokens = min(query_len, geometry.tokens)
     token_tiles = -(-query_len // tokens)
     head_tiles = num_kv_heads * geometry.head_tiles
-    ctas = batch * head_tiles * token_tiles
-    at_once = kernel.ctas_of_sm(ctas) * (target().num_cores or NUM_CORES)
     splits = num_splits or tuned.get("num_splits") or default_splits(ctas, at_once)
-    stages = stages or tuned.get("stages") or kernel.stages(ctas)
+    stages = stages or tuned.get("stages") or default_stages
     call = Call(geometry, options, query_len, tokens, splits, stages)
 
     partial_shape = (batch, token_tiles, head_tiles, splits, tokens * geometry.heads, head_dim)
@@ -162,47 +196,54 @@ def _decode(
             jax.ShapeDtypeStruct((*partial_shape[:4], TILE_ROWS), jnp.float32),
         ]
     first, last = call.tile_range(metadata.seq_lens)
-    largest = tiles_of_share(last - first, head_tiles * token_tiles, splits, min_tiles, at_once)
+    operands = {
+        "layer": jnp.reshape(layer, (1,)),
+        "table": metadata.block_table,
+        "seq_lens": metadata.seq_lens,
+        "largest": tiles_of_share(last - first, head_tiles * token_tiles, splits, min_tiles, at_once),
+    }
+    if ctas > at_once:  # in one round all CTAs begin at once
+        operands["order"] = longest_first(last - first)
+    if sinks is not None:
+        operands["sinks"] = sink_rows(sinks, geometry)
+    if kv_scales is not None:
+        operands["scales"] = kv_scales
+    if splits > 1:
+        counters = metadata.counters
+        operands["counters"] = compat.in_place(jnp.zeros(ctas, jnp.int32)) if counters is None else counters
+    q_operands, of_refs = ([geometry.queries(q)], lambda refs: refs[0]) if fresh is None else fresh
 
-    # In one round all CTAs begin at once.
-    order = longest_first(last - first) if ctas > at_once else None
-
-    q_operands, fresh_of = ([geometry.queries(q)], None) if fresh is None else fresh
-    pages = geometry.pages(blocks)
-
-    def attention_decode(layer_ref, table, seq_lens, largest_ref, sinks_ref, *refs):
-        q_refs, refs = refs[: len(q_operands)], refs[len(q_operands) :]
-        q_ref = q_refs[0] if fresh_of is None else fresh_of(q_refs)
-        scales_ref = order_ref = None
-        sinks_ref = None if sinks is None else sinks_ref
-        if kv_scales is not None:
-            scales_ref, refs = refs[0], refs[1:]
-        if order is not None:
-            order_ref, refs = refs[0], refs[1:]
-        counters_ref = None
-        if splits > 1:
-            counters_ref, refs = refs[0], refs[1:]
-        kv_ref, out_ref, *partial_refs = refs[: 1 + len(out_type)]
-        scratch = refs[1 + len(out_type) :]
+    def attention_decode(*refs):
+        read, refs = dict(zip(operands, refs, strict=False)), refs[len(operands) :]
+        q_refs, (kv_ref, out_ref, *others) = refs[: len(q_operands)], refs[len(q_operands) :]
+        partial_refs, scratch = others[: len(out_type) - 1], others[len(out_type) - 1 :]
         index = lax.axis_index("cta")
         head, index = lax.rem(index, jnp.int32(head_tiles)), lax.div(index, jnp.int32(head_tiles))
         token_tile, index = lax.rem(index, jnp.int32(token_tiles)), lax.div(index, jnp.int32(token_tiles))
         split, b = lax.rem(index, jnp.int32(splits)), lax.div(index, jnp.int32(splits))
-        b = b if order_ref is None else order_ref[b]
-        share = call.share_of(seq_lens[b], largest_ref[0], split)
+        b = read["order"][b] if "order" in read else b
+        share = call.share_of(read["seq_lens"][b], read["largest"][0], split)
 
         @compat.when(split < share.shares)
         def _():
-            read = (q_ref, kv_ref, layer_ref, table, seq_lens, sinks_ref, scales_ref)
-            arrays = Arrays(*read, out_ref, partial_refs, counters_ref)
-            kernel.attend(call, arrays, scratch, Place(b, token_tile, head, split, share))
+            arrays = Arrays(
+                q=of_refs(q_refs),
+                kv=kv_ref,
+                layer=read["layer"],
+                table=read["table"],
+                seq_lens=read["seq_lens"],
+                sinks=read.get("sinks"),
+                scales=read.get("scales"),
+                out=out_ref,
+                partials=partial_refs,
+                counters=read.get("counters"),
+            )
+            kernel.attend(call, arrays, tuple(scratch), Place(b, token_tile, head, split, share))
 
-    counters = metadata.counters
-    if splits > 1 and counters is None:
-        counters = compat.in_place(jnp.zeros(ctas, jnp.int32))
-    kv = pages if fresh is None else compat.in_place(pages)
+    pages = geometry.pages(blocks)
     if fresh is not None:
         attention_decode.__name__ = "attention_with_rope"
+        pages = compat.in_place(pages)
     out, *_ = compat.kernel(
         attention_decode,
         out_type=out_type,
@@ -212,16 +253,5 @@ def _decode(
         approx_math=True,
         auto_barriers=False,
         reduction_bytes=1024,
-    )(
-        jnp.reshape(layer, (1,)),
-        metadata.block_table,
-        metadata.seq_lens,
-        largest,
-        sink_rows(sinks, geometry),
-        *q_operands,
-        *([] if kv_scales is None else [kv_scales]),
-        *([] if order is None else [order]),
-        *([counters] if splits > 1 else []),
-        kv,
-    )
-    return out.reshape(q.shape), blocks if fresh is None else kv[...].reshape(blocks.shape)
+    )(*operands.values(), *q_operands, pages)
+    return out.reshape(q.shape), blocks if fresh is None else pages[...].reshape(blocks.shape)

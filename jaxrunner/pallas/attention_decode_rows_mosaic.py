@@ -26,7 +26,6 @@ from jaxrunner.pallas.attention_shares import Arrays, Call, Keys, Place
 from jaxrunner.state.kv_cache import KEY, VALUE
 
 
-
 def stages(ctas: int) -> int:
     """Tiles of keys, and of values, in flight. ctas: with one share a request."""
     return 2
@@ -159,9 +158,7 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
         result = by_scale(finish(acc, top, total, None), arrays.scales, arrays.layer[0], VALUE)
         store_rows(result, staging, geometry, put, tokens)
         positive = jnp.where(total > 0, total, 1.0)
-        sum_ref[request, place.token_tile, head, place.split] = jnp.where(
-            total > 0, top + jnp.log2(positive), NEG_INF
-        )
+        sum_ref[request, place.token_tile, head, place.split] = jnp.where(total > 0, top + jnp.log2(positive), NEG_INF)
 
     if call.splits == 1:
         to_result()

@@ -57,7 +57,7 @@ def rope_kv_write_mosaic(
     implementation.refuse("rope_kv_write", "mosaic", None, reason_against(qkv, blocks))
     num_tokens, _, head_dim = qkv.shape
     num_layers, _, num_blocks, block_size, num_kv_heads, _ = blocks.shape
-    num_heads, half, dtype = qkv.shape[1] - 2 * num_kv_heads, head_dim // 2, qkv.dtype
+    num_heads, dtype = qkv.shape[1] - 2 * num_kv_heads, qkv.dtype
     if whole_tokens is None:
         whole_tokens = num_tokens >= MANY_TOKENS
     # One size for all: the same cosines in two layouts are more than layout inference can solve.

@@ -30,8 +30,9 @@ def engine() -> DeviceRunner:
 
 
 def expected(program: Program) -> dict[str, int]:
-    """One input preparation a step; one rotation with KV write and one attention a layer, in a decode as one; one filter and one draw of sampled tokens; one search for the best ids where
-    log-probabilities are reported, of prompts too; one commit at the end. Admission and block moves hold none."""
+    """One input preparation a step; one rotation with KV write and one attention a layer, in a decode as one; a filter
+    and a draw of sampled tokens; one search for the best ids where log-probabilities are reported, of prompts too;
+    one commit at the end. Admission and block moves hold none."""
     if program.kind == "finish":
         assert program.tier is not None
         filters = {"sampling_filter": 1, "sampling_draw": 1} if Feature.FILTERS in TIER_FEATURES[program.tier] else {}

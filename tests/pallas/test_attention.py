@@ -57,11 +57,24 @@ def test_mosaic_interpreted(spec):
 
 
 @needs_mosaic
+@pytest.mark.parametrize("spec", [s for s in specs.SMALL if s.interpret and s.query_len], ids=str)
+def test_mosaic_interpreted_with_queries_as_rows(spec, monkeypatch):
+    """Which are otherwise only for more queries than the other kernel takes, and for float8."""
+    from jaxrunner.pallas import attention_decode_columns_mosaic
+
+    monkeypatch.setattr(attention_decode_columns_mosaic, "takes", lambda *_: False)
+    arrays = spec.build(seed=1)
+    with compat.interpreting():
+        result = run(spec, arrays, mosaic(spec, 2))
+    check(spec, arrays, result)
+
+
+@needs_mosaic
 def test_mosaic_interpreted_in_several_rounds_of_ctas(monkeypatch):
     """Which are those of the longest requests first."""
     from jaxrunner.pallas import attention_decode_mosaic
 
-    monkeypatch.setattr(attention_decode_mosaic, "CTAS_OF_GPU", 2)
+    monkeypatch.setattr(attention_decode_mosaic, "NUM_CORES", 1)
     spec = specs.decode("rounds", (70, 1, 130, 0, 16, 129), num_heads=4, num_kv_heads=1)
     arrays = spec.build(seed=3)
     with compat.interpreting():
@@ -70,7 +83,7 @@ def test_mosaic_interpreted_in_several_rounds_of_ctas(monkeypatch):
 
 
 def test_the_longest_requests_are_first_and_equal_ones_stay_in_order():
-    from jaxrunner.pallas.attention_decode_mosaic import longest_first
+    from jaxrunner.pallas.attention_shares import longest_first
 
     tiles = np.random.default_rng(0).integers(0, 20, 70).astype(np.int32)
     assert np.asarray(longest_first(jnp.asarray(tiles))).tolist() == np.argsort(-tiles, kind="stable").tolist()
@@ -104,9 +117,9 @@ def abstract(batch, tokens, *, num_heads, num_kv_heads, head_dim, block_size=16,
 
 @needs_mosaic
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("query_len", "kernels"), [(1, 2), (4, 2), (None, 1)])
-def test_mosaic_lowers(model, query_len, kernels):
-    """At real shapes: the kernels and next to nothing else, no gather of the cache, and it is never copied."""
+@pytest.mark.parametrize("query_len", [1, 4, None])
+def test_mosaic_lowers(model, query_len):
+    """At real shapes: the kernel and next to nothing else, no gather of the cache, and it is never copied."""
     batch, tokens = (16, 16 * query_len) if query_len else (16, 512)
     args, named, options = abstract(batch, tokens, **MODELS[model])
 
@@ -115,7 +128,7 @@ def test_mosaic_lowers(model, query_len, kernels):
         return attention(q, blocks, layer, metadata, implementation="mosaic", **options, **named)
 
     text = compat.lower_for_cuda(f, *args, named).as_text()
-    assert text.count(f"custom_call @{compat.CUSTOM_CALL}") == kernels
+    assert text.count(f"custom_call @{compat.CUSTOM_CALL}") == 1
     assert "dynamic_gather" not in text
     cache = r"x".join(map(str, args[1].shape))
     makers = re.findall(rf"= stablehlo\.(\w+) [^\n]*-> tensor<{cache}xbf16>", text)
@@ -268,6 +281,6 @@ def test_mosaic_refuses_what_it_cannot_take(changes, reason):
     ],
 )
 def test_requests_are_split_where_rounds_of_ctas_end_sooner(tiles, ctas, splits, expected):
-    from jaxrunner.pallas.attention_decode_mosaic import tiles_of_share
+    from jaxrunner.pallas.attention_shares import tiles_of_share
 
-    assert tiles_of_share(jnp.array(tiles, jnp.int32), ctas, splits, 2).tolist() == [expected]
+    assert tiles_of_share(jnp.array(tiles, jnp.int32), ctas, splits, 2, 264).tolist() == [expected]

@@ -108,6 +108,58 @@ def test_interpreted(case, splits):
     check(case, got, run(case, arrays, implementation="xla"))
 
 
+MODELS = {
+    "Llama-3-8B": (32, 8, False),
+    "Qwen3-8B": (32, 8, True),
+    "Qwen2.5-7B": (28, 4, False),
+    "Llama-2-7B": (32, 32, False),
+    "16 heads of a KV head": (16, 1, True),
+}
+
+
+@needs_mosaic
+@pytest.mark.parametrize("batch", [1, 64, 256])
+@pytest.mark.parametrize("model", MODELS)
+def test_lowers_as_one_kernel_in_place(model, batch):
+    """By its public name, with nothing asked for; the cache is neither gathered from nor copied."""
+    num_heads, num_kv_heads, norms = MODELS[model]
+    heads, dtype = (num_heads + 2 * num_kv_heads, 128), jnp.bfloat16
+    named = dict.fromkeys(("q_norm", "k_norm"), jnp.ones(128, dtype)) if norms else {}
+
+    def f(qkv, cache, layer, metadata, rope):
+        metadata = AttentionMetadata(*metadata, query_len=1)
+        choice = {"attention_with_rope": "mosaic"}
+        return attention_with_rope(qkv, cache, layer, metadata, rope, scale=0.1, implementation=choice, **named)
+
+    def i32(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    qkv, cache = (jax.ShapeDtypeStruct(s, dtype) for s in [(batch, *heads), (2, 2, 9, BLOCK, num_kv_heads, 128)])
+    metadata = (i32(batch + 1), i32(batch), i32(), i32(batch, 128), i32(batch))
+    rope = (jax.ShapeDtypeStruct((batch, 64), jnp.float32),) * 2
+    text = compat.lower_for_cuda(f, qkv, cache, i32(), metadata, rope).as_text()
+    assert text.count(f"custom_call @{compat.CUSTOM_CALL}") == 1
+    assert "dynamic_gather" not in text
+    assert "output_operand_alias" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 64}, "heads of 128"),
+        ({"num_heads": 32}, "at most 16 of them"),
+    ],
+)
+@needs_mosaic
+def test_what_the_kernel_cannot_take_is_composed_or_refused(change, reason):
+    case = dataclasses.replace(Case((17, 40)), **change)
+    arrays = case.build()
+    expected = run(case, arrays, implementation="xla")
+    check(case, run(case, arrays), expected)
+    with compat.interpreting(), pytest.raises(ImplementationError, match=reason):
+        run(case, arrays, implementation={"attention_with_rope": "mosaic"})
+
+
 @pytest.mark.gpu
 @every_case
 @pytest.mark.parametrize("splits", [None, 1, 3])

@@ -90,7 +90,7 @@ def contradicting():
     ("case", "count"),
     [
         (functools.partial(attended, None), 1),
-        (functools.partial(attended, 1), 2),
+        (functools.partial(attended, 1), 1),
         (sampled, 2),
         (contradicting, 1),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +47,9 @@ def test_sizes_are_found_by_device_and_shape(tuned):
 
 @pytest.mark.skipif(compat.unavailable_reason() is not None, reason="Mosaic GPU is not available")
 def test_the_decode_kernel_takes_them(tuned):
-    """One share at most needs no second kernel, where the rule for 8 requests would split their keys."""
+    """The most shares of a request is an axis of what they leave."""
 
-    def kernels() -> int:
+    def shares() -> str | None:
         metadata = [jnp.zeros(shape, jnp.int32) for shape in (9, 8, (), (8, 128), 8)]
 
         def f(q, blocks, *metadata):
@@ -59,12 +60,14 @@ def test_the_decode_kernel_takes_them(tuned):
         blocks = jax.ShapeDtypeStruct((1, 2, 64, 16, 8, 128), jnp.bfloat16)
         with tracing_for(H200):
             text = compat.lower_for_cuda(f, q, blocks, *metadata).as_text()
-        return text.count(f"custom_call @{compat.CUSTOM_CALL}")
+        found = re.search(r"tensor<8x1x8x(\d+)x4x128xf32>", text)
+        return found and found[1]
 
     tuned({})
-    assert kernels() == 2
-    tuned({tuned_sizes.key_of("attention_decode", batch=8, **SHAPE): {"num_splits": 1}})
-    assert kernels() == 1
+    assert shares() == "6"
+    for splits, expected in ((3, "3"), (1, None)):
+        tuned({tuned_sizes.key_of("attention_decode", batch=8, **SHAPE): {"num_splits": splits}})
+        assert shares() == expected
 
 
 def test_the_tuner_asks_for_what_the_kernels_look_up(tuned):
