@@ -38,10 +38,14 @@ from jaxrunner.checks import attention_specs as specs  # noqa: E402
 from jaxrunner.checks.attention_judge import metadata_of as metadata_of_spec  # noqa: E402
 from jaxrunner.checks.attention_oracle import attention as attention_oracle  # noqa: E402
 from jaxrunner.pallas import triton_compat  # noqa: E402
-from jaxrunner.pallas.attention_decode_mosaic import decode_attention  # noqa: E402
+from jaxrunner.pallas.attention_decode_mosaic import (  # noqa: E402
+    decode_attention,
+    decode_attention_with_rope,
+)
 from jaxrunner.pallas.attention_metadata import AttentionMetadata  # noqa: E402
 from jaxrunner.pallas.attention_prefill_mosaic import ragged_attention  # noqa: E402
 from jaxrunner.pallas.attention_triton import Sizes, attention_triton  # noqa: E402
+from jaxrunner.pallas.attention_with_rope import attention_with_rope  # noqa: E402
 from jaxrunner.pallas.kv_write import kv_write_xla  # noqa: E402
 from jaxrunner.pallas.kv_write_mosaic import kv_write_mosaic  # noqa: E402
 from jaxrunner.pallas.rope_kv_write import rope_kv_write_xla  # noqa: E402
@@ -188,11 +192,21 @@ def metadata_of(case: Case) -> list[AttentionMetadata]:
                 seq_lens=jnp.asarray([n for _, n in case.requests], jnp.int32),
                 num_reqs=jnp.int32(batch),
                 block_table=jnp.asarray(table),
-                slot_mapping=jnp.full(int(starts[-1]), -1, jnp.int32),
+                slot_mapping=jnp.asarray(last_slots(case, table)),
                 query_len=1 if case.is_decode else None,
             )
         )
     return result
+
+
+def last_slots(case: Case, table: np.ndarray) -> np.ndarray:
+    """Of the last token of each request, for a decode; none for prompts, whose keys are there."""
+    if not case.is_decode:
+        return np.full(sum(tokens for tokens, _ in case.requests), -1, np.int32)
+    size = dict(case.shape)["block_size"]
+    return np.array(
+        [row[(n - 1) // size] * size + (n - 1) % size for row, (_, n) in zip(table, case.requests, strict=True)]
+    )
 
 
 def triton_attention(*args: Any, sizes: tuple[int, ...] | None = None, **options: Any) -> jax.Array:
@@ -232,6 +246,38 @@ def time_attention(case: Case, tuned: dict[str, Any], name: str = "mosaic") -> d
 
         blocks = float8_cache() if case.float8 else cache()
         report.timed(row, calls, (q, blocks, metadata_of(case), scales), wall_runs=10)
+        return row if "void" in row else row | {"value": round(case.value(row["us"]), 3)}
+
+    return report.guarded(row, run)
+
+
+def time_with_rope(case: Case) -> dict[str, Any]:
+    """`attention_with_rope` of a decode as one kernel, calls one after the other through the donated cache."""
+    row = {"name": f"{case.name}/with_rope", "value": None, "unit": case.unit, "floor": case.floor}
+
+    def run() -> dict[str, Any]:
+        batch, shape = len(case.requests), (LAYERS, 2, -1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+        qkv = jax.random.normal(jax.random.key(1), (batch, HEADS + 2 * KV_HEADS, HEAD_DIM), jnp.bfloat16)
+        rope = tuple(f(jnp.linspace(0, 9, batch)[:, None] * jnp.ones(HEAD_DIM // 2)) for f in (jnp.cos, jnp.sin))
+        attend = functools.partial(decode_attention_with_rope, scale=HEAD_DIM**-0.5)
+
+        def calls(blocks, qkv, metadata, rope):
+            outputs, blocks = [], blocks.reshape(shape)
+            counters = jax.new_ref(jnp.zeros(batch * HEADS, jnp.int32))
+            for i in range(CALLS):
+                meta = metadata[i // LAYERS % len(metadata)].replace(counters=counters)
+                out, blocks = attend(qkv, blocks, jnp.int32(i % LAYERS), meta, rope)
+                outputs.append(out)
+            return blocks.reshape(cache().shape), outputs
+
+        held, metadata = [jnp.copy(cache())], metadata_of(case)
+        donated = jax.jit(calls, donate_argnums=0)
+
+        def step():
+            held[0], outputs = donated(held[0], qkv, metadata, rope)
+            return held[0], outputs
+
+        report.timed(row, step, (), wall_runs=10)
         return row if "void" in row else row | {"value": round(case.value(row["us"]), 3)}
 
     return report.guarded(row, run)
@@ -373,6 +419,31 @@ def check_rope() -> dict[str, Any]:
     return report.guarded(row | {"pass": False}, run)
 
 
+def check_with_rope() -> dict[str, Any]:
+    """Against the two ops of XLA: the result, and the cache bit for bit, with shares of the keys and without."""
+    row: dict[str, Any] = {"name": "check/attention_with_rope", "value": None}
+
+    def run() -> dict[str, Any]:
+        worst, wrong = 0.0, 0
+        for batch, ctx in ((3, 900), (64, 300)):
+            case = decode_case(batch, ctx, "us")
+            metadata, blocks = metadata_of(case)[0], jnp.copy(cache()[:2])
+            qkv = jax.random.normal(jax.random.key(6), (batch, HEADS + 2 * KV_HEADS, HEAD_DIM), jnp.bfloat16)
+            angles = jax.random.normal(jax.random.key(7), (batch, HEAD_DIM // 2)) * 10
+            args = (qkv, blocks, jnp.int32(1), metadata, (jnp.cos(angles), jnp.sin(angles)))
+            expected, got = (
+                jax.jit(functools.partial(attention_with_rope, scale=HEAD_DIM**-0.5, implementation=name))(*args)
+                for name in ("xla", "mosaic")
+            )
+            a, b = (np.asarray(out[0]).astype(np.float64) for out in (got, expected))
+            worst = max(worst, float(np.linalg.norm(a - b) / np.linalg.norm(b)))
+            wrong += int((got[1] != expected[1]).sum())
+        passed = worst < 5e-3 and not wrong
+        return row | {"value": worst, "unit": "relative error", "wrong_in_cache": wrong, "pass": passed}
+
+    return report.guarded(row | {"pass": False}, run)
+
+
 def check_large() -> dict[str, Any]:
     """More than 2^31 elements: the last layer's last blocks are written and attended to, nothing else is touched."""
     row: dict[str, Any] = {"name": "check/more than 2^31 elements", "value": None}
@@ -419,7 +490,7 @@ def checks() -> list[Callable[[], dict[str, Any]]]:
     float8 = [spec for spec in specs.FLOAT8 if spec.head_dim % 32 == 0]
     several = sorted([*specs.SMALL, *float8], key=lambda spec: spec.query_len == 1)
     jobs: list[Callable[[], dict[str, Any]]] = [functools.partial(check_attention, spec, {}) for spec in several]
-    jobs += [check_write, check_rope, check_large]
+    jobs += [check_write, check_rope, check_with_rope, check_large]
     split = [spec for spec in several if spec.query_len is not None]
     jobs += [functools.partial(check_attention, spec, {"num_splits": 5, "min_tiles": 1}) for spec in split]
     return jobs + [functools.partial(check_attention, specs.random_spec(seed), {}) for seed in range(12)]
@@ -473,6 +544,7 @@ def timings(tune: bool) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
         jobs.append((f"kernel/{op}/{tokens}", functools.partial(time_write, op, tokens, name, tuned, fresh)))
 
     attention_jobs(DECODES[:3])
+    jobs.extend((f"{case.name}/with_rope", functools.partial(time_with_rope, case)) for case in DECODES)
     attention_jobs(PREFILLS[:1])
     write_job("kv_write", 8192, "mosaic")
     attention_jobs(FLOAT8)

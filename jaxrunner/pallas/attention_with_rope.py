@@ -36,8 +36,7 @@ def attention_with_rope(
     """(the result of attention, the cache with the step's keys and values written).
 
     qkv, rope, q_norm, k_norm, eps: as in `rope_kv_write`, by metadata.slot_mapping; scale, window: as in `attention`.
-    In a decode the token of a request is its last, at seq_lens - 1; where it has no slot it is seen, and not written.
-    The cache is written in place when donated.
+    In a decode the token of a request is its last, at seq_lens - 1. The cache is written in place when donated.
 
     implementation: of this op, of `rope_kv_write` or of `attention`; one that is named for the latter two is used.
 
