@@ -420,11 +420,12 @@ def check_rope() -> dict[str, Any]:
 
 
 def check_with_rope() -> dict[str, Any]:
-    """Against the two ops of XLA: the result, and the cache bit for bit, with shares of the keys and without."""
+    """Against the two ops of XLA, with shares of the keys and without: the result, and what is written, which XLA may
+    round differently; nothing else is."""
     row: dict[str, Any] = {"name": "check/attention_with_rope", "value": None}
 
     def run() -> dict[str, Any]:
-        worst, wrong = 0.0, 0
+        worst, others = 0.0, 0
         for batch, ctx in ((3, 900), (64, 300)):
             case = decode_case(batch, ctx, "us")
             metadata, blocks = metadata_of(case)[0], jnp.copy(cache()[:2])
@@ -435,11 +436,14 @@ def check_with_rope() -> dict[str, Any]:
                 jax.jit(functools.partial(attention_with_rope, scale=HEAD_DIM**-0.5, implementation=name))(*args)
                 for name in ("xla", "mosaic")
             )
-            a, b = (np.asarray(out[0]).astype(np.float64) for out in (got, expected))
-            worst = max(worst, float(np.linalg.norm(a - b) / np.linalg.norm(b)))
-            wrong += int((got[1] != expected[1]).sum())
-        passed = worst < 5e-3 and not wrong
-        return row | {"value": worst, "unit": "relative error", "wrong_in_cache": wrong, "pass": passed}
+            block, offset = (f(metadata.slot_mapping, BLOCK_SIZE) for f in (jnp.floor_divide, jnp.mod))
+            written = [out[1][1, :, block, offset] for out in (got, expected)]
+            for pair in ((got[0], expected[0]), written):
+                a, b = (np.asarray(x).astype(np.float64) for x in pair)
+                worst = max(worst, float(np.linalg.norm(a - b) / np.linalg.norm(b)))
+            others += int((got[1].at[1, :, block, offset].set(0) != blocks.at[1, :, block, offset].set(0)).sum())
+        passed = worst < 5e-3 and not others
+        return row | {"value": worst, "unit": "relative error", "other_elements": others, "pass": passed}
 
     return report.guarded(row | {"pass": False}, run)
 
