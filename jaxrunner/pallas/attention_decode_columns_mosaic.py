@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrunner.pallas import compat
-from jaxrunner.pallas.attention_combine import combine_if_last
+from jaxrunner.pallas.attention_combine_mosaic import combine_if_last
 from jaxrunner.pallas.attention_mosaic import NEG_INF, Geometry, clear_tail, value_offset
 from jaxrunner.pallas.attention_shares import Arrays, Call, Fresh, Keys, Place
 from jaxrunner.pallas.rope_kv_write_mosaic import rotated_halves

@@ -121,8 +121,9 @@ def decode_attention_with_rope(
     scale: float,
     window: int | None = None,
     num_splits: int | None = None,
+    min_tiles: int = MIN_TILES_OF_SPLIT,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `attention_with_rope` for the arguments and the result, `decode_attention` for num_splits.
+    """See `attention_with_rope` for the arguments and the result, `decode_attention` for num_splits and min_tiles.
 
     Raises ImplementationError where the kernels cannot run or take this case.
     """
@@ -140,8 +141,9 @@ def decode_attention_with_rope(
         q_norm_ref, k_norm_ref = norm_refs or (None, None)
         return Fresh(qkv_ref, slots_ref, rope_refs, q_norm_ref, k_norm_ref, eps)
 
-    options = Options(scale, window, None)
-    return _decode(queries, (operands, fresh_of), blocks, layer, metadata, options, None, None, num_splits=num_splits)
+    options, fresh = Options(scale, window, None), (operands, fresh_of)
+    sizes: dict[str, Any] = {"num_splits": num_splits, "min_tiles": min_tiles}
+    return _decode(queries, fresh, blocks, layer, metadata, options, None, None, **sizes)
 
 
 def reason_against_rope(qkv: Any, blocks: Any, metadata: AttentionMetadata) -> str | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrunner.pallas import compat
-from jaxrunner.pallas.attention_combine import combine_if_last
+from jaxrunner.pallas.attention_combine_mosaic import combine_if_last
 from jaxrunner.pallas.attention_mosaic import (
     NEG_INF,
     TILE_ROWS,

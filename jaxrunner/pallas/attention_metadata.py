@@ -13,8 +13,8 @@ class AttentionMetadata(struct.PyTreeNode):
 
     query_start_loc: i32[B + 1]. seq_lens: i32[B]. num_reqs: i32 scalar. block_table: i32[B, W].
     slot_mapping: i32[T]. query_len: tokens of each request in a uniform decode, None for a ragged batch (static).
-    counters: a mutable i32[>= T * H] of zeros, which kernels leave as they found them, see `attention_combine`; None:
-    each kernel that needs them has them made, by one more kernel.
+    counters: a mutable i32[>= T * H] of zeros, which kernels leave as they found them, see `attention_combine_mosaic`.
+    Where it is None, each kernel that needs them has them made, by one more kernel.
     """
 
     query_start_loc: jax.Array

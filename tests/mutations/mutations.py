@@ -1051,6 +1051,53 @@ LOGPROBS = (
     ),
 )
 
+WITH_ROPE = "tests/pallas/test_attention_with_rope.py::test_interpreted[{}]"
+COLUMNS = "pallas/attention_decode_columns_mosaic.py"
+DECODE_KERNELS = (
+    Mutation(
+        "decode kernel: keys past the end enter",
+        COLUMNS,
+        "mask = row <= first_position - first_key",
+        "mask = row <= first_position + 1 - first_key",
+        (WITH_ROPE.format("1-one tile, a padded row"), WITH_ROPE.format("2-the new token begins a tile")),
+    ),
+    Mutation(
+        "decode kernel: window one key too long",
+        COLUMNS,
+        "mask & (row > first_position - window - first_key)",
+        "mask & (row >= first_position - window - first_key)",
+        (WITH_ROPE.format("1-a window"),),
+    ),
+    Mutation(
+        "decode kernel: the new token is written after its tile is copied",
+        COLUMNS,
+        "compat.when(is_last & at_once)(lambda: _write_new",
+        "compat.when(is_last & (share.tiles < 0))(lambda: _write_new",
+        (WITH_ROPE.format("1-one tile, a padded row"),),
+    ),
+    Mutation(
+        "decode kernel: the new key is rotated by the angles of another token",
+        COLUMNS,
+        "rotated_halves(key_ref, _rope_of(fresh, token), fresh.k_norm, fresh.eps)",
+        "rotated_halves(key_ref, _rope_of(fresh, jnp.int32(0)), fresh.k_norm, fresh.eps)",
+        (WITH_ROPE.format("1-the new token begins a tile"),),
+    ),
+    Mutation(
+        "decode kernel: shares that do not exist have weight",
+        "pallas/attention_combine_mosaic.py",
+        "log + jnp.where(share < shares, 0.0, NEG_INF)",
+        "log",
+        ("tests/pallas/test_attention_with_rope.py::test_more_shares_are_allowed_than_there_are",),
+    ),
+    Mutation(
+        "decode kernel: counters are not left at zero",
+        "pallas/attention_combine_mosaic.py",
+        "arrays.counters[number] = 0  # for the next layer",
+        "pass",
+        ("tests/pallas/test_attention_with_rope.py::test_layers_share_their_counters",),
+    ),
+)
+
 MUTATIONS: tuple[Mutation, ...] = (
     *PADDING,
     *RANDOMNESS,
@@ -1062,5 +1109,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     *CACHE,
     *GRAMMARS,
     *LOGPROBS,
+    *DECODE_KERNELS,
     *HOST_RUNNER,
 )
