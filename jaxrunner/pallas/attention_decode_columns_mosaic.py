@@ -7,6 +7,7 @@ two rounds of two, and keep each other's copies in flight; each has a ring of si
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,8 +15,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrunner.pallas import compat
-from jaxrunner.pallas.attention_combine_mosaic import combine_if_last
-from jaxrunner.pallas.attention_mosaic import NEG_INF, Geometry, clear_tail, value_offset
+from jaxrunner.pallas.attention_combine_mosaic import deliver
+from jaxrunner.pallas.attention_mosaic import (
+    NEG_INF,
+    Geometry,
+    clear_tail,
+    fill_columns,
+    load_rows,
+    softmax_factor,
+    store_columns,
+    value_offset,
+    visible,
+)
 from jaxrunner.pallas.attention_shares import Arrays, Call, Fresh, Keys, Place
 from jaxrunner.pallas.rope_kv_write_mosaic import rotated_halves
 
@@ -23,8 +34,6 @@ MOST_QUERIES = 16
 TILE_BYTES = 16 * 1024
 FEW_CTAS = 132
 """Up to so many are given shares until three fill each SM, which leaves memory for one more tile in flight."""
-WIDTH = 64
-"""Elements of a row that are staged at once."""
 
 
 def takes(geometry: Geometry, query_len: int) -> bool:
@@ -36,7 +45,7 @@ def takes(geometry: Geometry, query_len: int) -> bool:
 
 def takes_projection(geometry: Geometry) -> bool:
     """Whether the kernel also takes a token of each request as the projection left it: halves are staged whole."""
-    return takes(geometry, 1) and geometry.head_dim == 2 * WIDTH and geometry.head_tiles == 1
+    return takes(geometry, 1) and geometry.head_dim == 2 * geometry.columns and geometry.head_tiles == 1
 
 
 def stages(ctas: int) -> int:
@@ -61,7 +70,7 @@ def scratch(call: Call) -> list[Any]:
         compat.swizzled_smem((columns, geometry.head_dim), geometry.dtype),
         compat.swizzled_smem((call.stages, geometry.tile_kv, geometry.head_dim), geometry.dtype),
         compat.swizzled_smem((columns, geometry.tile_kv), geometry.dtype),
-        compat.row_major_smem((columns, WIDTH), jnp.float32),
+        compat.row_major_smem((columns, geometry.columns), jnp.float32),
         compat.barriers(call.stages, geometry.pages_of_tile),
     ]
 
@@ -69,9 +78,7 @@ def scratch(call: Call) -> list[Any]:
 def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -> None:
     """The result of one share, into `arrays.out`, or into the partial results where the request has more shares."""
     geometry, options, slots = call.geometry, call.options, call.stages
-    query_len, window, tile_kv = call.query_len, call.options.window, call.geometry.tile_kv
-    head_dim, heads, columns = geometry.head_dim, geometry.heads, columns_of(call)
-    request, head, share = place.request, place.head, place.share
+    tile_kv, head_dim, columns, share = geometry.tile_kv, geometry.head_dim, columns_of(call), place.share
     q_tile, tiles, p_tile, staging, full = scratch
     keys = Keys(call, arrays, place)
     layout = compat.tile_layout()
@@ -99,13 +106,14 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
         # The last tile of the request is copied after the new token is in the cache, all others need not wait for it.
         is_last = (share.tiles > 0) & (keys.first_key(share.tiles) >= keys.seq_len)
         at_once = share.tiles <= (slots + 1) // 2
-        compat.when(is_last & at_once)(lambda: _write_new(fresh, arrays, call, keys, request))
+        compat.when(is_last & at_once)(lambda: _write_new(fresh, arrays, keys))
         fetch_first()
-        _load_rotated(fresh, q_tile, staging, call, request, head)
-        compat.when(is_last & ~at_once)(lambda: _write_new(fresh, arrays, call, keys, request))
+        _load_rotated(fresh, q_tile, staging, geometry, place)
+        compat.when(is_last & ~at_once)(lambda: _write_new(fresh, arrays, keys))
     else:
         fetch_first()
-        _load_queries(arrays.q, q_tile, staging, call, keys, head)
+        rows = compat.rows_layout(columns, geometry.columns, 4, in_smem=True)
+        load_rows(arrays.q, q_tile, staging, geometry, keys.token_of, call.tokens, place.head, layout=rows)
 
     def across(vector, rows):
         return compat.spread(vector, (rows, columns), 1, layout)
@@ -117,7 +125,8 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
         compat.wait(full.at[slot])
         scores = compat.matmul(tiles.at[slot], q_tile.T)
         scores = options.capped(scores) * options.factor
-        scores = jnp.where(_visible(call, first_key, keys.first_position, window), scores, NEG_INF)
+        of = (scores.shape, geometry, first_key, keys.first_position, options.window)
+        scores = jnp.where(visible(*of, axis=1, one_token=call.query_len == 1), scores, NEG_INF)
         new_top = jnp.maximum(top, scores.max(axis=0))
         shift = jnp.where(new_top > NEG_INF, new_top, 0.0)
         keep = jnp.exp2(top - shift)
@@ -143,98 +152,24 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
     acc, top, total = lax.fori_loop(0, share.tiles, step, carry)
     total = total.sum(axis=0)
 
+    def finished(sinks):
+        return acc * across(softmax_factor(top, total, sinks), head_dim)
+
     def store(result, put):
-        _store_results(result, q_tile, staging, call, put)
+        store_columns(_turned(result, q_tile, geometry), staging, geometry, put, call.tokens)
 
-    def to_result():
-        sink = None
-        if arrays.sinks is not None:
-            sink = compat.load(arrays.sinks.at[head, compat.ds(0, columns)], layout=column_layout, optimized=False)
-
-        def put(i, part, rows):
-            @compat.when(keys.query + i < query_len)
-            def _():
-                arrays.out[request * query_len + keys.query + i, head, :, part] = rows.astype(geometry.q_dtype)
-
-        store(acc * across(_factor(top, total, sink), head_dim), put)
-
-    def to_partials():
-        result_ref, sum_ref = arrays.partials
-
-        def put(i, part, rows):
-            here = compat.ds(i * heads, heads)
-            result_ref[request, place.token_tile, head, place.split, here, part] = rows
-
-        store(acc * across(_factor(top, total, None), head_dim), put)
-        positive = jnp.where(total > 0, total, 1.0)
-        sums = jnp.where(total > 0, top + jnp.log2(positive), NEG_INF)
-        sum_ref[request, place.token_tile, head, place.split, compat.ds(0, columns)] = sums
-
-    if call.splits == 1:
-        to_result()
-    else:
-        compat.when(share.shares == 1)(to_result)
-
-        @compat.when(share.shares > 1)
-        def _():
-            to_partials()
-            combine_if_last(call, arrays, place)
+    deliver(call, arrays, keys, top, total, column_layout, finished, store)
 
 
-def _visible(call: Call, first_key: jax.Array, first_position: jax.Array, window: int | None) -> jax.Array:
-    """bool[tile_kv, columns]: may the column (the token first_position + column // heads) see the key of the row?
-
-    column // heads >= x is column >= x * heads, which needs no division.
-    """
-    shape, heads = (call.geometry.tile_kv, columns_of(call)), call.geometry.heads
-    if call.query_len == 1:  # all columns see the same keys
-        row = compat.index_of(shape, 0)
-        mask = row <= first_position - first_key
-        return mask if window is None else mask & (row > first_position - window - first_key)
-    difference = compat.index_of(shape, 1) - compat.index_of(shape, 0) * heads
-    mask = difference >= (first_key - first_position) * heads
-    return mask if window is None else mask & (difference < (first_key - first_position + window) * heads)
-
-
-def _factor(top: jax.Array, total: jax.Array, sink: jax.Array | None) -> jax.Array:
-    """What the columns of a result are multiplied with at the end of a running softmax in log2 units."""
-    if sink is None:
-        return 1.0 / jnp.where(total > 0, total, 1.0)
-    highest = jnp.maximum(top, sink)
-    keep = jnp.exp2(top - highest)
-    return keep / (total * keep + jnp.exp2(sink - highest))
-
-
-def _load_queries(source: Any, target: Any, staging: Any, call: Call, keys: Keys, head: jax.Array) -> None:
-    """Queries, GMEM -> rows of a swizzled tile, through a row-major staging buffer; other rows keep garbage."""
-    geometry, columns = call.geometry, columns_of(call)
-    here = compat.ds(0, WIDTH)
-    by_token = compat.rows_layout(geometry.heads, WIDTH, 4, in_smem=True)
-    whole = compat.rows_layout(columns, WIDTH, 4, in_smem=True)
-    for start in range(0, geometry.head_dim, WIDTH):
-        part = compat.ds(start, WIDTH)
-        refs = [source.at[keys.token_of(i), head, :, part] for i in range(call.tokens)]
-        values = [compat.load(ref, layout=by_token, optimized=False) for ref in refs]
-        for i, value in enumerate(values):
-            staging[compat.ds(i * geometry.heads, geometry.heads), here] = value.astype(jnp.float32)
-        compat.commit()
-        target[:, part] = compat.load(staging.at[:, here], layout=whole, optimized=False).astype(geometry.dtype)
-        compat.commit()
-
-
-def _load_rotated(fresh: Fresh, target: Any, staging: Any, call: Call, token: jax.Array, head: jax.Array) -> None:
-    """`_load_queries` of a projection: normed and rotated on the way."""
-    geometry = call.geometry
-    refs = _rope_of(fresh, token)
-    heads_ref = fresh.qkv.at[token, compat.ds(head * geometry.heads, geometry.heads)]
-    whole = compat.rows_layout(columns_of(call), WIDTH, 4, in_smem=True)
-    layout = compat.rows_layout(geometry.heads, WIDTH, 4, in_smem=True)
-    for part, value in rotated_halves(heads_ref, refs, fresh.q_norm, fresh.eps, layout=layout):
-        staging[compat.ds(0, geometry.heads), compat.ds(0, WIDTH)] = value.astype(jnp.float32)
-        compat.commit()
-        rows = compat.load(staging.at[:, compat.ds(0, WIDTH)], layout=whole, optimized=False)
-        target[:, part] = rows.astype(geometry.dtype)
-        compat.commit()
+def _load_rotated(fresh: Fresh, target: Any, staging: Any, geometry: Geometry, place: Place) -> None:
+    """`load_rows` of a projection: normed and rotated on the way."""
+    heads, width, token = geometry.heads, geometry.columns, place.request
+    heads_ref = fresh.qkv.at[token, compat.ds(place.head * heads, heads)]
+    of_token, whole = (compat.rows_layout(rows, width, 4, in_smem=True) for rows in (heads, target.shape[0]))
+    halves = rotated_halves(heads_ref, _rope_of(fresh, token), fresh.q_norm, fresh.eps, layout=of_token)
+    for part, value in halves:
+        staging[compat.ds(0, heads), compat.ds(0, width)] = value.astype(jnp.float32)
+        fill_columns(target, part, staging, geometry, whole)
 
 
 def _rope_of(fresh: Fresh, token: jax.Array) -> tuple[Any, Any] | None:
@@ -244,15 +179,15 @@ def _rope_of(fresh: Fresh, token: jax.Array) -> tuple[Any, Any] | None:
     return cos_ref.at[token], sin_ref.at[token]
 
 
-def _write_new(fresh: Fresh, arrays: Arrays, call: Call, keys: Keys, token: jax.Array) -> None:
+def _write_new(fresh: Fresh, arrays: Arrays, keys: Keys) -> None:
     """The new token's key, normed and rotated, and its value into the cache, where copies will find them."""
-    geometry, slot = call.geometry, fresh.slots[token]
-    block, offset = lax.div(slot, jnp.int32(geometry.block_size)), lax.rem(slot, jnp.int32(geometry.block_size))
-    page = (keys.base + block) * (geometry.block_size // geometry.page) + lax.div(offset, jnp.int32(geometry.page))
-    row, here = lax.rem(offset, jnp.int32(geometry.page)), compat.ds(keys.head, 1)
+    geometry, token = keys.call.geometry, keys.place.request
+    slot, here = fresh.slots[token], compat.ds(keys.head, 1)
+    page = keys.base * (geometry.block_size // geometry.page) + lax.div(slot, jnp.int32(geometry.page))
+    row = lax.rem(slot, jnp.int32(geometry.page))
     first = geometry.num_heads + keys.head
     key_ref, value_ref = (fresh.qkv.at[token, compat.ds(first + i * geometry.num_kv_heads, 1)] for i in range(2))
-    layout = compat.rows_layout(1, WIDTH, geometry.dtype.itemsize)
+    layout = compat.rows_layout(1, geometry.columns, geometry.dtype.itemsize)
 
     @compat.when(slot >= 0)
     def _():
@@ -263,30 +198,22 @@ def _write_new(fresh: Fresh, arrays: Arrays, call: Call, keys: Keys, token: jax.
         compat.commit_gmem()
 
 
-def _store_results(result: jax.Array, tile: Any, staging: Any, call: Call, put: Any) -> None:
-    """The way back: f32[head_dim, columns] in registers -> put(token of the tile, part of a row, values [heads, part]).
+def _turned(result: jax.Array, tile: Any, geometry: Geometry) -> Iterator[jax.Array]:
+    """f32[head_dim, queries] in the tensor core's registers -> columns of its transpose, some at a time.
 
     The tensor core's tile turns in shared memory in 16 bits at a time only: the result rounded, then what that left.
     """
-    geometry, columns = call.geometry, columns_of(call)
-    here = compat.ds(0, WIDTH)
-    by_token = compat.rows_layout(geometry.heads, WIDTH, 4, in_smem=True)
-    whole = compat.rows_layout(columns, WIDTH, 4, in_smem=True)
+    width, (queries, head_dim) = geometry.columns, tile.shape
+    layout = compat.rows_layout(queries, width, 4, in_smem=True)
+    parts = [compat.ds(start, width) for start in range(0, head_dim, width)]
     rounded = result.astype(geometry.dtype)
     left = (result - rounded.astype(jnp.float32)).astype(geometry.dtype)
-    parts = [compat.ds(start, WIDTH) for start in range(0, geometry.head_dim, WIDTH)]
 
     def turned(value):
         tile.T[...] = value
         compat.commit()
-        rows = [compat.load(tile.at[:, part], layout=whole, optimized=False).astype(jnp.float32) for part in parts]
+        rows = [compat.load(tile.at[:, part], layout=layout, optimized=False).astype(jnp.float32) for part in parts]
         compat.commit()
         return rows
 
-    for part, high, low in zip(parts, turned(rounded), turned(left), strict=True):
-        staging[:, here] = high + low
-        compat.commit()
-        for i in range(call.tokens):
-            rows = staging.at[compat.ds(i * geometry.heads, geometry.heads), here]
-            put(i, part, compat.load(rows, layout=by_token, optimized=False))
-        compat.commit()
+    return (high + low for high, low in zip(turned(rounded), turned(left), strict=True))

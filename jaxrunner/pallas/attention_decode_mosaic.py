@@ -37,6 +37,7 @@ from jaxrunner.pallas.attention_shares import (
     longest_first,
     tiles_of_share,
 )
+from jaxrunner.pallas.rope_kv_write import queries_of
 from jaxrunner.pallas.target import target
 from jaxrunner.pallas.tuned_sizes import sizes_for
 
@@ -127,8 +128,7 @@ def decode_attention_with_rope(
 
     Raises ImplementationError where the kernels cannot run or take this case.
     """
-    num_tokens, heads, head_dim = qkv.shape
-    queries = jax.ShapeDtypeStruct((num_tokens, heads - 2 * blocks.shape[4], head_dim), qkv.dtype)
+    queries = queries_of(qkv, blocks)
     refuse(queries, blocks, scale, None)
     implementation.refuse("attention_with_rope", "mosaic", None, reason_against_rope(qkv, blocks, metadata))
     operands = [qkv, metadata.slot_mapping, *(rope or ())]
@@ -148,13 +148,11 @@ def decode_attention_with_rope(
 
 def reason_against_rope(qkv: Any, blocks: Any, metadata: AttentionMetadata) -> str | None:
     """Why the kernel cannot take a projection as it is, whatever `attention_mosaic.reason_against` says; or None."""
-    num_heads, head_dim = qkv.shape[1] - 2 * blocks.shape[4], qkv.shape[2]
     if metadata.query_len != 1:
         return "it needs one token of each request"
     if qkv.dtype != blocks.dtype:
         return f"it needs a cache of the projection's type, not {qkv.dtype} and {blocks.dtype}"
-    queries = jax.ShapeDtypeStruct((len(qkv), num_heads, head_dim), qkv.dtype)
-    geometry = geometry_of(queries, blocks, default_tile_kv(head_dim, prefill=False))
+    geometry = geometry_of(queries_of(qkv, blocks), blocks, default_tile_kv(qkv.shape[2], prefill=False))
     return None if by_columns.takes_projection(geometry) else "it needs heads of 128 and at most 16 of them a KV head"
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrunner.pallas import compat
-from jaxrunner.pallas.attention_combine_mosaic import combine_if_last
+from jaxrunner.pallas.attention_combine_mosaic import deliver
 from jaxrunner.pallas.attention_mosaic import (
     NEG_INF,
     TILE_ROWS,
@@ -59,8 +59,7 @@ def scratch(call: Call) -> list[Any]:
 def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -> None:
     """The result of one share, into `arrays.out`, or into the partial results where the request has more shares."""
     geometry, options, stages = call.geometry, call.options, call.stages
-    query_len, window, tokens, tile_kv = call.query_len, call.options.window, call.tokens, call.geometry.tile_kv
-    request, head, share = place.request, place.head, place.share
+    window, tokens, tile_kv, share = options.window, call.tokens, geometry.tile_kv, place.share
     q_tile, k_tiles, v_tiles, staging, k_full, v_full, reusable, *more = scratch
     wide, p_tile = (more[:2], more[2:]) if geometry.float8 else ([], more)
     keys = Keys(call, arrays, place)
@@ -74,7 +73,7 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
     for i in range(stages):
         compat.when(i < share.tiles)(functools.partial(fetch, jnp.int32(i)))
 
-    load_rows(arrays.q, q_tile, staging, geometry, keys.token_of, tokens, head)
+    load_rows(arrays.q, q_tile, staging, geometry, keys.token_of, tokens, place.head)
 
     def step(i, carry):
         acc, top, total = carry
@@ -102,13 +101,7 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
         else:
             scores = compat.matmul(q_tile, k_tiles.at[slot].T)
         scores = options.capped(scores) * options.factor
-        if query_len == 1:  # all rows see the same keys
-            column = compat.index_of(scores.shape, 1)
-            mask = column <= keys.first_position - first_key
-            if window is not None:
-                mask &= column > keys.first_position - window - first_key
-        else:
-            mask = visible(scores.shape, geometry, first_key, keys.first_position, window)
+        mask = visible(scores.shape, geometry, first_key, keys.first_position, window, one_token=call.query_len == 1)
         scores = jnp.where(mask, scores, NEG_INF)
         new_top = jnp.maximum(top, scores.max(axis=1))
         shift = jnp.where(new_top > NEG_INF, new_top, 0.0)
@@ -135,37 +128,10 @@ def attend(call: Call, arrays: Arrays, scratch: tuple[Any, ...], place: Place) -
     )
     acc, top, total = lax.fori_loop(0, share.tiles, step, carry)
 
-    def to_result():
-        sink = None
-        if arrays.sinks is not None:
-            sink = compat.load(arrays.sinks.at[head], layout=compat.row_layout(), optimized=False)
+    def finished(sinks):
+        return by_scale(finish(acc, top, total, sinks), arrays.scales, arrays.layer[0], VALUE)
 
-        def put(i, columns, rows):
-            @compat.when(keys.query + i < query_len)
-            def _():
-                arrays.out[request * query_len + keys.query + i, head, :, columns] = rows.astype(geometry.q_dtype)
-
-        result = by_scale(finish(acc, top, total, sink), arrays.scales, arrays.layer[0], VALUE)
+    def store(result, put):
         store_rows(result, staging, geometry, put, tokens)
 
-    def to_partials():
-        result_ref, sum_ref = arrays.partials
-
-        def put(i, columns, rows):
-            here = compat.ds(i * geometry.heads, geometry.heads)
-            result_ref[request, place.token_tile, head, place.split, here, columns] = rows
-
-        result = by_scale(finish(acc, top, total, None), arrays.scales, arrays.layer[0], VALUE)
-        store_rows(result, staging, geometry, put, tokens)
-        positive = jnp.where(total > 0, total, 1.0)
-        sum_ref[request, place.token_tile, head, place.split] = jnp.where(total > 0, top + jnp.log2(positive), NEG_INF)
-
-    if call.splits == 1:
-        to_result()
-    else:
-        compat.when(share.shares == 1)(to_result)
-
-        @compat.when(share.shares > 1)
-        def _():
-            to_partials()
-            combine_if_last(call, arrays, place)
+    deliver(call, arrays, keys, top, total, compat.row_layout(), finished, store)

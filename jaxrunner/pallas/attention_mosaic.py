@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -177,46 +178,66 @@ def sink_rows(sinks: jax.Array | None, geometry: Geometry) -> jax.Array:
 
 
 def load_rows(
-    source: Any, target: Any, staging: Any, geometry: Geometry, token_of: Any, tokens: int, head: Any
+    source: Any,
+    target: Any,
+    staging: Any,
+    geometry: Geometry,
+    token_of: Any,
+    tokens: int,
+    head: Any,
+    *,
+    layout: Any = None,
 ) -> None:
     """Queries of some tokens, GMEM -> rows of a swizzled SMEM tile, through a row-major staging buffer.
 
     source: `Geometry.queries`. token_of: number of the tile's token -> a valid index. Rows past them keep garbage,
-    which stays in those rows.
+    which stays in those rows. layout: of the tile in registers on its way, by default the tensor core's.
     """
     heads, columns = geometry.heads, geometry.columns
-    layout = compat.rows_layout(heads, columns, jnp.dtype(staging.dtype).itemsize, in_smem=True)
+    of_token = compat.rows_layout(heads, columns, jnp.dtype(staging.dtype).itemsize, in_smem=True)
     unrolled, here = _unrolled(tokens), compat.ds(0, columns)
     for start in range(0, geometry.head_dim, columns):
         part = compat.ds(start, columns)
 
         def some(first, part=part):
             refs = [source.at[token_of(first + i), head, :, part] for i in range(unrolled)]
-            values = [compat.load(ref, layout=layout, optimized=False) for ref in refs]
+            values = [compat.load(ref, layout=of_token, optimized=False) for ref in refs]
             for i, value in enumerate(values):
                 staging[compat.ds((first + i) * heads, heads), here] = value.astype(staging.dtype)
 
         _in_steps(some, tokens, unrolled)
-        compat.commit()
-        tile = compat.load(staging.at[:, here], layout=compat.tile_layout(), optimized=False)
-        if tile.dtype != geometry.dtype:
-            tile = tile.astype(jnp.float32)
-        if geometry.float8:  # beyond float16 is infinity, and infinity minus infinity no score
-            tile = jnp.minimum(jnp.maximum(tile, -FLOAT16_MAX), FLOAT16_MAX)
-        target[:, part] = tile.astype(geometry.dtype)
-        compat.commit()
+        fill_columns(target, part, staging, geometry, layout or compat.tile_layout())
+
+
+def fill_columns(target: Any, part: Any, staging: Any, geometry: Geometry, layout: Any) -> None:
+    """Some columns of the tile of queries, from the staging buffer. layout: of them in registers on their way."""
+    compat.commit()
+    tile = compat.load(staging.at[:, compat.ds(0, geometry.columns)], layout=layout, optimized=False)
+    if tile.dtype != geometry.dtype:
+        tile = tile.astype(jnp.float32)
+    if geometry.float8:  # beyond float16 is infinity, and infinity minus infinity no score
+        tile = jnp.minimum(jnp.maximum(tile, -FLOAT16_MAX), FLOAT16_MAX)
+    target[:, part] = tile.astype(geometry.dtype)
+    compat.commit()
 
 
 def store_rows(value: jax.Array, staging: Any, geometry: Geometry, put: Any, tokens: int) -> None:
     """The way back: rows of a matrix tile in registers -> put(token of the tile, columns, values [heads, columns])."""
+    width = geometry.columns
+    parts = (value[:, start : start + width] for start in range(0, geometry.head_dim, width))
+    store_columns(parts, staging, geometry, put, tokens)
+
+
+def store_columns(parts: Iterable[jax.Array], staging: Any, geometry: Geometry, put: Any, tokens: int) -> None:
+    """`store_rows` of a matrix that comes as its columns, `Geometry.columns` at a time."""
     heads, columns = geometry.heads, geometry.columns
     layout = compat.rows_layout(heads, columns, jnp.dtype(staging.dtype).itemsize, in_smem=True)
     unrolled, here = _unrolled(tokens), compat.ds(0, columns)
-    for start in range(0, geometry.head_dim, columns):
-        staging[:, here] = value[:, start : start + columns].astype(staging.dtype)
+    for number, value in enumerate(parts):
+        staging[:, here] = value.astype(staging.dtype)
         compat.commit()
 
-        part = compat.ds(start, columns)
+        part = compat.ds(number * columns, columns)
 
         def some(first, part=part):
             for i in range(unrolled):
@@ -280,16 +301,28 @@ def clear_tail(tile: Any, live: Any) -> None:
     compat.commit()
 
 
-def visible(shape: tuple[int, ...], geometry: Geometry, first_key: Any, first_position: Any, window: int | None):
-    """bool[shape]: may the row (the token first_position + row // heads) see the column (the key first_key + column)?
+def visible(
+    shape: tuple[int, ...],
+    geometry: Geometry,
+    first_key: Any,
+    first_position: Any,
+    window: int | None,
+    *,
+    axis: int = 0,
+    one_token: bool = False,
+) -> jax.Array:
+    """bool[shape]: may the query (of the token first_position + query // heads) see the key first_key + key?
 
-    row // heads >= x is row >= x * heads, which needs no division.
+    Queries are numbered along `axis`, keys along the other. query // heads >= x is query >= x * heads, which needs no
+    division. one_token: all queries are of one token and see the same keys.
     """
-    difference = compat.index_of(shape, 0) - compat.index_of(shape, 1) * geometry.heads
+    if one_token:
+        key = compat.index_of(shape, 1 - axis)
+        mask = key <= first_position - first_key
+        return mask if window is None else mask & (key > first_position - window - first_key)
+    difference = compat.index_of(shape, axis) - compat.index_of(shape, 1 - axis) * geometry.heads
     mask = difference >= (first_key - first_position) * geometry.heads
-    if window is not None:
-        mask &= difference < (first_key - first_position + window) * geometry.heads
-    return mask
+    return mask if window is None else mask & (difference < (first_key - first_position + window) * geometry.heads)
 
 
 def spread(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -297,10 +330,16 @@ def spread(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return compat.spread(rows, shape, 0, compat.tile_layout())
 
 
-def finish(acc: jax.Array, top: jax.Array, total: jax.Array, sink: jax.Array | None) -> jax.Array:
-    """Rows of the result from a running softmax in log2 units; rows without keys give zeros."""
+def softmax_factor(top: jax.Array, total: jax.Array, sink: jax.Array | None) -> jax.Array:
+    """What the sums of values are multiplied with at the end of a running softmax in log2 units; rows without keys
+    give zeros."""
     if sink is None:
-        return acc * spread(1.0 / jnp.where(total > 0, total, 1.0), acc.shape)
+        return 1.0 / jnp.where(total > 0, total, 1.0)
     highest = jnp.maximum(top, sink)
     keep = jnp.exp2(top - highest)
-    return acc * spread(keep / (total * keep + jnp.exp2(sink - highest)), acc.shape)
+    return keep / (total * keep + jnp.exp2(sink - highest))
+
+
+def finish(acc: jax.Array, top: jax.Array, total: jax.Array, sink: jax.Array | None) -> jax.Array:
+    """Rows of the result from a running softmax in log2 units, see `softmax_factor`."""
+    return acc * spread(softmax_factor(top, total, sink), acc.shape)

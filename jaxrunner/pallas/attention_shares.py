@@ -79,7 +79,11 @@ class Call:
         last = lax.div(seq_len + (tile_kv - 1), jnp.int32(tile_kv))
         if window is None:
             return jnp.zeros_like(last), last
-        return lax.div(jnp.maximum(seq_len - self.query_len - window + 1, 0), jnp.int32(tile_kv)), last
+        return lax.div(self.oldest_key(seq_len, window), jnp.int32(tile_kv)), last
+
+    def oldest_key(self, seq_len: jax.Array, window: int) -> jax.Array:
+        """Position of the first key that a token of the step sees."""
+        return jnp.maximum(seq_len - self.query_len - window + 1, 0)
 
     def share_of(self, seq_len: jax.Array, largest: jax.Array, split: jax.Array) -> Share:
         """largest: see `tiles_of_share`."""
@@ -106,8 +110,8 @@ class Fresh(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """References to what a kernel reads and writes; sinks, scales, partial results and
-    the counters of shares that have written them where there are any.
+    """References to what a kernel reads and writes; sinks, scales, partial results and the counters of shares that have
+    written them where there are any.
 
     q is a `Fresh` where queries, keys and values come as the projection left them.
     """
@@ -151,8 +155,7 @@ class Keys:
         self.last_page = jnp.maximum(lax.div(self.seq_len - 1, jnp.int32(geometry.page)), 0)
         self.first_page = jnp.int32(0)
         if window is not None:
-            oldest = jnp.maximum(self.seq_len - call.query_len - window + 1, 0)
-            self.first_page = lax.div(oldest, jnp.int32(geometry.page))
+            self.first_page = lax.div(call.oldest_key(self.seq_len, window), jnp.int32(geometry.page))
 
     def first_key(self, i: jax.Array) -> jax.Array:
         """Position of the first key of the share's i-th tile."""

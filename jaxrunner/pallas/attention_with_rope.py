@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 from jaxrunner.pallas.attention import attention, chosen_attention
 from jaxrunner.pallas.attention_metadata import AttentionMetadata
 from jaxrunner.pallas.implementation import Implementation, resolve
-from jaxrunner.pallas.rope_kv_write import chosen_rope_kv_write, rope_kv_write
+from jaxrunner.pallas.rope_kv_write import chosen_rope_kv_write, queries_of, rope_kv_write
 
 OP = "attention_with_rope"
 
@@ -68,10 +68,9 @@ def _chosen(qkv, blocks, metadata, scale, kv_scales, implementation: Implementat
     if kv_scales is not None:
         reason = "it needs a cache without scales"
     elif not named:
-        q = qkv[:, : qkv.shape[1] - 2 * blocks.shape[4]]
         parts = (
             chosen_rope_kv_write(qkv, blocks, implementation),
-            chosen_attention(q, blocks, scale, None, implementation),
+            chosen_attention(queries_of(qkv, blocks), blocks, scale, None, implementation),
         )
         reason = None if parts == ("mosaic", "mosaic") else "one of its parts is not Mosaic's"
     if reason is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
@@ -43,6 +44,12 @@ def rope_kv_write(
     if chosen_rope_kv_write(qkv, blocks, implementation) == "mosaic":
         from jaxrunner.pallas.rope_kv_write_mosaic import rope_kv_write_mosaic as run
     return run(qkv, blocks, layer, slot_mapping, rope, q_norm=q_norm, k_norm=k_norm, eps=eps, kv_scales=kv_scales)
+
+
+def queries_of(qkv: Any, blocks: Any) -> jax.ShapeDtypeStruct:
+    """Shape and type of the queries in a projection, [T, H, D]."""
+    num_tokens, heads, head_dim = qkv.shape
+    return jax.ShapeDtypeStruct((num_tokens, heads - 2 * blocks.shape[4], head_dim), qkv.dtype)
 
 
 def chosen_rope_kv_write(qkv: Any, blocks: Any, implementation: Implementation) -> str:

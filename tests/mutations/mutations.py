@@ -1056,16 +1056,16 @@ COLUMNS = "pallas/attention_decode_columns_mosaic.py"
 DECODE_KERNELS = (
     Mutation(
         "decode kernel: keys past the end enter",
-        COLUMNS,
-        "mask = row <= first_position - first_key",
-        "mask = row <= first_position + 1 - first_key",
+        "pallas/attention_mosaic.py",
+        "mask = key <= first_position - first_key",
+        "mask = key <= first_position + 1 - first_key",
         (WITH_ROPE.format("1-one tile, a padded row"), WITH_ROPE.format("2-the new token begins a tile")),
     ),
     Mutation(
         "decode kernel: window one key too long",
-        COLUMNS,
-        "mask & (row > first_position - window - first_key)",
-        "mask & (row >= first_position - window - first_key)",
+        "pallas/attention_mosaic.py",
+        "mask & (key > first_position - window - first_key)",
+        "mask & (key >= first_position - window - first_key)",
         (WITH_ROPE.format("1-a window"),),
     ),
     Mutation(
